@@ -1,0 +1,1 @@
+"""Virtual Sparks on one Linux machine: full systemd hosts in network namespaces, with sshd and Docker."""

@@ -1,0 +1,7 @@
+"""`python3 -m lab`."""
+
+import sys
+
+from lab.cli import main
+
+sys.exit(main())
