@@ -1,0 +1,86 @@
+"""Asks rank 0 the questions that decide whether the pair may be called ready."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import aiohttp
+
+from glm53_service.settings import Settings
+
+PROBE_SECONDS = 3.0
+
+
+class Api:
+    """Rank 0's HTTP API, as a client that owns one session.
+
+    Answers are values; nothing here raises for a dead server.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._base = f"http://{address}"
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_SECONDS))
+
+    async def close(self) -> None:
+        """Give the connections back."""
+        await self._session.close()
+
+    async def up(self) -> bool:
+        """Return whether the API answers at all (a 200 of /health; that says nothing of the other ranks)."""
+        try:
+            async with self._session.get(f"{self._base}/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+    async def metrics(self) -> str:
+        """Return the engine's Prometheus text; empty when it does not give any."""
+        try:
+            async with self._session.get(f"{self._base}/metrics") as response:
+                return await response.text() if response.status == 200 else ""
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return ""
+
+    async def canary(self, settings: Settings) -> tuple[str, str]:
+        """Return (answer, problem): the problem is empty only when the model id and the answer are the
+        ones expected.
+        """
+        try:
+            async with asyncio.timeout(settings.canary.timeout_seconds):
+                return await self._canary(settings)
+        except TimeoutError:
+            return "", f"no answer within {settings.canary.timeout_seconds:g} s"
+        except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            return "", f"the API failed: {type(error).__name__}: {error}"
+
+    async def _canary(self, settings: Settings) -> tuple[str, str]:
+        async with self._session.get(f"{self._base}/v1/models") as response:
+            listed = await response.json()
+        ids = [entry["id"] for entry in listed["data"]]
+        if settings.model.name not in ids:
+            return "", f"/v1/models lists {', '.join(ids) or 'nothing'}, expected {settings.model.name}"
+        body = {
+            "model": settings.model.name,
+            "temperature": 0,
+            "max_tokens": settings.canary.max_tokens,
+            "messages": [{"role": "user", "content": settings.canary.prompt}],
+        }
+        unlimited = aiohttp.ClientTimeout(total=None)
+        async with self._session.post(
+            f"{self._base}/v1/chat/completions", json=body, timeout=unlimited
+        ) as response:
+            if response.status != 200:
+                return "", f"HTTP {response.status}: {(await response.text())[:200]}"
+            answer = reply_text(await response.json())
+        if not re.search(settings.canary.expect, answer):
+            return answer, f"answered {answer[:120]!r}, expected /{settings.canary.expect}/"
+        return answer, ""
+
+
+def reply_text(completion: dict[str, Any]) -> str:
+    """Return what the model said: its content, and its reasoning where a parser put the text there."""
+    message = completion["choices"][0]["message"]
+    parts = (message.get("content"), message.get("reasoning_content") or message.get("reasoning"))
+    return "\n".join(part for part in parts if part)

@@ -1,0 +1,284 @@
+"""The command line `glm53`: the only place that exits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from glm53_service import __version__
+from glm53_service.errors import ConfigError, Glm53Error, NotServingError, UnavailableError, UsageError
+
+ETC = Path("/etc/glm53")
+ASK_SECONDS = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit with its code; an error is one message on stderr, a traceback only with
+    --debug.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        sys.exit(arguments.run(arguments))
+    except Glm53Error as error:
+        if arguments.debug:
+            raise
+        print(f"glm53: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="glm53", description="Serves GLM-5.3-Flash as ranks on a pair of DGX Sparks.")
+    parser.add_argument(
+        "--etc", type=Path, default=ETC, help="folder of node.yaml and settings.yaml (%(default)s)"
+    )
+    parser.add_argument("--debug", action="store_true", help="log details, show tracebacks")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, text, as_json in (
+        (
+            "status",
+            _status,
+            "what this node's supervisor does now; exit 0 only while it serves (head) or runs",
+            True,
+        ),
+        ("command", _command, "the exact container of each rank of the current epoch", True),
+        ("check", _check, "validate this node's settings; exit 78 names every fault", False),
+        ("version", _version, "package version and release", False),
+        ("lead", _lead, "supervise rank 0 (glm53-head.service)", False),
+        ("follow", _follow, "supervise another rank (glm53-worker.service)", False),
+        ("cleanup", _cleanup, "remove this cluster's rank containers here (ExecStopPost)", False),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        if as_json:
+            command.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        print(f"glm53: {message}", file=sys.stderr)
+        sys.exit(UsageError.exit_code)
+
+
+# For people and programs ------------------------------------------------------------------------
+
+
+def _version(_: argparse.Namespace) -> int:
+    from glm53_service.release import running_release
+
+    print(f"glm53 {__version__}, release {running_release(Path(sys.prefix))}")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from glm53_service.node import read_node
+    from glm53_service.settings import read_settings
+
+    node = read_node(arguments.etc)
+    if node.rank == 0:
+        settings = read_settings(arguments.etc)
+        _same_cluster(node.cluster, settings.cluster, arguments.etc)
+    print(f"{node.node}: rank {node.rank} of {len(node.nodes)} in cluster {node.cluster}: settings are valid")
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    try:
+        now = _ask(_gate_port(arguments.etc))
+    except UnavailableError as error:
+        if arguments.json:
+            print(json.dumps({"state": "stopped", "ready": False, "reasons": [error.message]}))
+            return NotServingError.exit_code
+        raise NotServingError(
+            f"the supervisor is not running here ({error.message})",
+            hint="systemctl status glm53-head (or glm53-worker)",
+        ) from None
+    print(json.dumps(now) if arguments.json else _table(now))
+    return 0 if now["ready"] else NotServingError.exit_code
+
+
+def _command(arguments: argparse.Namespace) -> int:
+    now = _ask(_gate_port(arguments.etc))
+    commands = {f"rank {r['rank']} on {r['node']}": r["command"] for r in now["ranks"]}
+    missing = [who for who, command in commands.items() if not command]
+    if missing:
+        raise UnavailableError(
+            f"no container is made for {', '.join(missing)}: the pair is {now['state']}",
+            hint="ask again once an epoch has begun (glm53 status)",
+        )
+    print(
+        json.dumps(commands, indent=1)
+        if arguments.json
+        else "\n\n".join(f"# {who}\n{command}" for who, command in commands.items())
+    )
+    return 0
+
+
+def _gate_port(etc: Path) -> int:
+    """Return the gate's port: the head's settings name it, a follower's is the default."""
+    from glm53_service.node import read_node
+    from glm53_service.settings import Gate, read_settings
+
+    return read_settings(etc).gate.port if read_node(etc).rank == 0 else Gate().port
+
+
+def _ask(port: int) -> dict[str, Any]:
+    url = f"http://127.0.0.1:{port}/status"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=ASK_SECONDS) as response:
+            data: dict[str, Any] = json.load(response)
+            return data
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise UnavailableError(
+            f"the gate at {url} does not answer: {reason}",
+            hint="systemctl status glm53-head (or glm53-worker)",
+        ) from None
+
+
+def _table(now: dict[str, Any]) -> str:
+    lines = [
+        f"{now['cluster']} / {now['node']} ({now['role']}): {now['state']}"
+        + (f", epoch {now['epoch']}" if now["epoch"] else "")
+    ]
+    lines += [f"  {reason}" for reason in now["reasons"]]
+    if now["role"] == "lead":
+        lines.append(f"endpoint  {now['endpoint']}  model {now['model']}")
+    if now["progress"] and now["state"] in ("starting", "checking"):
+        lines.append(f"progress  {now['progress']}")
+    for rank in now["ranks"]:
+        lines.append(
+            f"rank {rank['rank']}    {rank['node']}: {rank['state']}"
+            + ("" if rank["connected"] else ", not connected")
+        )
+        lines += [f"          {rail}" for rail in rank["rails"]]
+        lines += [f"          warning: {warning}" for warning in rank["warnings"]]
+    if now["last_end"]:
+        lines.append(f"last end  {now['last_end']}")
+    if now["faults"]:
+        lines.append(f"faults    {now['faults']} within the window")
+    return "\n".join(lines)
+
+
+# The services ------------------------------------------------------------------------
+
+
+def _lead(arguments: argparse.Namespace) -> int:
+    from glm53_service.docker import Docker
+    from glm53_service.node import read_node
+    from glm53_service.settings import read_settings
+    from glm53_service.supervisor.lead import Lead
+    from glm53_service.supervisor.world import World
+
+    def make() -> Coroutine[Any, Any, None]:
+        node, settings = read_node(arguments.etc), read_settings(arguments.etc)
+        _same_cluster(node.cluster, settings.cluster, arguments.etc)
+        if node.rank != 0:
+            raise ConfigError(
+                str(arguments.etc / "node.yaml"),
+                [f"node: {node.node} has rank {node.rank}; only rank 0 leads"],
+                hint="systemctl start glm53-worker here",
+            )
+        tokens = _tokens(arguments.etc)
+
+        async def run() -> None:
+            docker = Docker.connect()
+            try:
+                await Lead(node, settings, tokens, _release(), docker, World()).run()
+            finally:
+                await docker.close()
+
+        return run()
+
+    return _serve(arguments, make)
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    from glm53_service.docker import Docker
+    from glm53_service.node import read_node
+    from glm53_service.supervisor.follow import Follower
+    from glm53_service.supervisor.world import World
+
+    def make() -> Coroutine[Any, Any, None]:
+        node = read_node(arguments.etc)
+        if node.rank == 0:
+            raise ConfigError(
+                str(arguments.etc / "node.yaml"),
+                [f"node: {node.node} has rank 0; rank 0 leads"],
+                hint="systemctl start glm53-head here",
+            )
+        tokens = _tokens(arguments.etc)
+
+        async def run() -> None:
+            docker = Docker.connect()
+            try:
+                await Follower(node, tokens, _release(), docker, World()).run()
+            finally:
+                await docker.close()
+
+        return run()
+
+    return _serve(arguments, make)
+
+
+def _cleanup(arguments: argparse.Namespace) -> int:
+    from glm53_service.node import read_node
+    from glm53_service.supervisor.cleanup import clean_up
+    from glm53_service.supervisor.world import World
+
+    return _serve(arguments, lambda: clean_up(read_node(arguments.etc).cluster, World(), os.environ))
+
+
+def _serve(arguments: argparse.Namespace, make: Callable[[], Coroutine[Any, Any, None]]) -> int:
+    """Run a service; its errors go to the journal with their priority, and STATUS= says why the unit is
+    down.
+    """
+    import asyncio
+    import logging
+
+    from glm53_service.notify import Notifier
+    from glm53_service.story import set_up_logging
+
+    set_up_logging(debug=arguments.debug)
+    try:
+        asyncio.run(make())
+    except Glm53Error as error:
+        down = "the pair is down until this is mended: " if isinstance(error, ConfigError) else ""
+        logging.getLogger(__name__).error("%s%s", down, error)
+        Notifier().status(f"{down}{error}"[:500])
+        return error.exit_code
+    return 0
+
+
+def _tokens(etc: Path) -> tuple[str, ...]:
+    """Return the cluster's tokens: systemd's credential, or the file itself when run by hand as root."""
+    from glm53_service.settings import read_text
+    from glm53_service.supervisor.wire import parse_tokens
+
+    folder = os.environ.get("CREDENTIALS_DIRECTORY")
+    path = Path(folder) / "cluster-token" if folder else etc / "token"
+    return parse_tokens(read_text(path), str(path))
+
+
+def _release() -> str:
+    from glm53_service.release import running_release
+
+    return running_release(Path(sys.prefix))
+
+
+def _same_cluster(node: str, settings: str, etc: Path) -> None:
+    if node != settings:
+        raise ConfigError(
+            str(etc),
+            [f"cluster: settings.yaml says {settings!r}, node.yaml {node!r}"],
+            hint="run site.yml: it writes both",
+        )

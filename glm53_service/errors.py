@@ -1,0 +1,62 @@
+"""Every error of the product, with its exit code and what to do about it.
+
+Exit codes follow sysexits.h where it has one: 64 usage, 69 service unavailable, 70 software, 78
+configuration. The units list 70 and 78 in RestartPreventExitStatus: neither gets better by trying again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Glm53Error(Exception):
+    """An error with an exit code and a hint; `str()` is the whole message for a person."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(f"{message}\n  Fix: {hint}" if hint else message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(Glm53Error):
+    """The command line asks for something that does not exist."""
+
+    exit_code = 64
+
+
+class NotServingError(Glm53Error):
+    """The pair is not serving (3 is what `systemctl status` says for an inactive unit)."""
+
+    exit_code = 3
+
+
+class UnavailableError(Glm53Error):
+    """Something this command needs does not answer: docker, the gate, the API."""
+
+    exit_code = 69
+
+
+class GaveUpError(Glm53Error):
+    """The engine failed too often in too short a time; a person has to look."""
+
+    exit_code = 70
+
+
+class AuthError(Glm53Error):
+    """A peer could not prove that it holds this cluster's token."""
+
+    exit_code = 77
+
+
+class ConfigError(Glm53Error):
+    """Settings that cannot be used; `problems` has one line a fault, each naming the key."""
+
+    exit_code = 78
+
+    def __init__(self, source: str, problems: Sequence[str], *, hint: str = "") -> None:
+        self.source = source
+        self.problems = tuple(problems)
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        super().__init__(f"{source} cannot be used:\n{lines}", hint=hint)

@@ -1,0 +1,62 @@
+"""What a supervisor shows of itself: one object for the gate, `glm53 status`, STATUS= and the metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank as the lead sees it.
+
+    `rails` are readable lines; `command` is the container as a docker run line.
+    """
+
+    rank: int
+    node: str
+    state: str
+    connected: bool
+    release: str = ""
+    rails: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    command: str = ""
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """The state now. `since` and `serving_since` in Unix seconds; `ready` is what /ready answers."""
+
+    role: str
+    node: str
+    cluster: str
+    release: str
+    state: str
+    ready: bool
+    epoch: int
+    since: float
+    reasons: tuple[str, ...] = ()
+    progress: str = ""
+    endpoint: str = ""
+    model: str = ""
+    answer: str = ""
+    faults: int = 0
+    epochs_ended: int = 0
+    last_end: str = ""
+    running_requests: int | None = None
+    ranks: tuple[RankStatus, ...] = ()
+
+    def line(self) -> str:
+        """Return the one line that `systemctl status` shows."""
+        parts = [f"{self.state}, epoch {self.epoch}" if self.epoch else self.state]
+        if self.state == "serving":
+            parts.append(f"{self.model} at {self.endpoint}")
+        elif self.progress and self.state in ("starting", "checking"):
+            parts.append(self.progress)
+        return ": ".join([", ".join(parts[:1]), *parts[1:]]) + (
+            f" ({'; '.join(self.reasons)})" if self.reasons else ""
+        )
+
+    def builtins(self) -> dict[str, Any]:
+        """Return the status as plain data."""
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        return data

@@ -1,0 +1,301 @@
+"""What the lead does next: a pure function of what is known now.
+
+Everything that ends or begins an epoch is decided here, so that every case can be a test without a clock or a
+container.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from glm53_service.settings import Supervision
+from glm53_service.supervisor.messages import RankState, Report
+
+
+class Phase(StrEnum):
+    """Where the current epoch stands. IDLE: there is none."""
+
+    IDLE = "idle"
+    PREPARING = "preparing"
+    STARTING = "starting"
+    CHECKING = "checking"
+    SERVING = "serving"
+    ENDING = "ending"
+
+
+class Action(StrEnum):
+    """What the shell around this module carries out."""
+
+    NONE = "none"
+    BEGIN = "begin"
+    GO = "go"
+    CHECK = "check"
+    SERVE = "serve"
+    END = "end"
+    SETTLE = "settle"
+    GIVE_UP = "give_up"
+    QUIT = "quit"
+
+
+class Cause(StrEnum):
+    """Why an epoch ends. Only FAULT counts against the engine; the others re-form for ever."""
+
+    PLANNED = "planned"
+    LOSS = "loss"
+    REFUSED = "refused"
+    FAULT = "fault"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A follower as the lead knows it. Silences in seconds since the last word on that network."""
+
+    node: str
+    rank: int
+    connected: bool
+    known: bool
+    same_instance: bool
+    fabric_silence: float
+    management_silence: float
+    report: Report
+    leftovers: tuple[str, ...] = ()
+    fabric_problem: str = ""
+    refused: str = ""
+    bye: str = ""
+    mismatch: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.node} (rank {self.rank})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All that the decision may look at. `quiet` is seconds without any sign of progress of a starting rank;
+    `resume_in` seconds until the next attempt; `faults` how many engine faults lie in the window."""
+
+    phase: Phase
+    epoch: int
+    members: tuple[Member, ...]
+    local: Report
+    stop_requested: bool = False
+    docker_problem: str = ""
+    fabric_problem: str = ""
+    prepare_problem: str = ""
+    api_up: bool = False
+    api_problem: str = ""
+    canary_right: bool = False
+    canary_problem: str = ""
+    quiet: float = 0.0
+    ending_for: float = 0.0
+    faults: int = 0
+    resume_in: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The next act and the reasons; the reasons are what log, status, STATUS= and the gate show."""
+
+    action: Action
+    state: str
+    reasons: tuple[str, ...] = ()
+    cause: Cause | None = None
+    ready: bool = False
+
+
+ENDING_LIMIT_SECONDS = 30.0
+"""A follower that has not said by then that its rank is gone is waited for in IDLE, by name."""
+
+
+def decide(s: Snapshot, t: Supervision) -> Decision:
+    """Return what the lead does now. Never acts on an unknown as if it were good."""
+    if s.phase is Phase.IDLE:
+        return _idle(s, t)
+    if s.phase is Phase.ENDING:
+        return _ending(s)
+    end = _end(s, t)
+    return end if end else _advance(s, t)
+
+
+def _idle(s: Snapshot, t: Supervision) -> Decision:
+    if s.stop_requested:
+        return Decision(action=Action.QUIT, state="stopped", reasons=("stop requested",))
+    if s.faults >= t.faults_allowed:
+        return Decision(
+            action=Action.GIVE_UP,
+            state="gave_up",
+            reasons=(
+                f"{s.faults} engine faults within {t.faults_window_seconds:g} s, {t.faults_allowed} allowed",
+            ),
+        )
+    reasons = [problem for problem in (s.docker_problem, s.fabric_problem) if problem]
+    if s.local.state is not RankState.ABSENT:
+        reasons.append("this node's own rank container is not gone yet")
+    reasons += [reason for member in s.members for reason in _missing(member, t)]
+    if reasons:
+        return Decision(action=Action.NONE, state="waiting", reasons=tuple(reasons))
+    if s.resume_in > 0:
+        return Decision(
+            action=Action.NONE, state="backoff", reasons=(f"next attempt in {s.resume_in:.0f} s",)
+        )
+    return Decision(action=Action.BEGIN, state="preparing")
+
+
+def _missing(m: Member, t: Supervision) -> list[str]:
+    """Why an epoch cannot begin with this member; empty when it can."""
+    if m.mismatch:
+        return [f"{m}: {m.mismatch}"]
+    if not m.connected:
+        return [
+            f"waiting for {m}: "
+            + (
+                "it left" + (f" ({m.bye})" if m.bye else ", or lost both networks")
+                if m.known
+                else "not heard of yet"
+            )
+        ]
+    reasons = []
+    if m.fabric_silence > t.lease_seconds:
+        reasons.append(f"waiting for {m}: connected over the management network only, the fabric is silent")
+    if m.fabric_problem:
+        reasons.append(f"waiting for {m}: {m.fabric_problem}")
+    if m.report.state is not RankState.ABSENT or m.leftovers:
+        names = ", ".join(m.leftovers) or f"rank of epoch {m.report.epoch}"
+        reasons.append(f"waiting for {m}: its container is not gone yet ({names})")
+    return reasons
+
+
+def _ending(s: Snapshot) -> Decision:
+    late = [str(m) for m in s.members if m.connected and m.report.state is not RankState.ABSENT]
+    if s.local.state is RankState.ABSENT and (not late or s.ending_for > ENDING_LIMIT_SECONDS):
+        return Decision(action=Action.SETTLE, state="ending")
+    waiting = late + (["rank 0"] if s.local.state is not RankState.ABSENT else [])
+    return Decision(
+        action=Action.NONE, state="ending", reasons=(f"ending epoch {s.epoch}: {', '.join(waiting)}",)
+    )
+
+
+def _end(s: Snapshot, t: Supervision) -> Decision | None:
+    for cause, reasons in (
+        (Cause.PLANNED, ["stop requested"] if s.stop_requested else []),
+        (Cause.PLANNED, [f"{m} leaves: {m.bye}" for m in s.members if m.bye and m.same_instance]),
+        (Cause.LOSS, [s.docker_problem] if s.docker_problem else []),
+        (Cause.LOSS, _losses(s, t)),
+        (Cause.REFUSED, _refusals(s)),
+        (Cause.FAULT, _faults(s, t)),
+    ):
+        if reasons:
+            return Decision(action=Action.END, state="ending", reasons=tuple(reasons), cause=cause)
+    return None
+
+
+def _losses(s: Snapshot, t: Supervision) -> list[str]:
+    losses = [reason for m in s.members if (reason := _loss(m, t))]
+    for who, report in [("rank 0", s.local), *((str(m), m.report) for m in s.members)]:
+        if report.epoch == s.epoch and report.state is RankState.EXITED and report.exit_code is None:
+            losses.append(f"{who} is out of sight: {report.reason}")
+        elif report.epoch == s.epoch and report.state is RankState.ENDING:
+            losses.append(f"{who} was ended by its own supervisor: {report.reason}")
+    return losses
+
+
+def _loss(m: Member, t: Supervision) -> str:
+    if not m.same_instance:
+        return f"{m}: its supervisor was started anew"
+    if not m.connected:
+        return f"{m}: both connections are closed"
+    if min(m.fabric_silence, m.management_silence) > t.lease_seconds:
+        return f"{m}: silent on both networks for {min(m.fabric_silence, m.management_silence):.1f} s"
+    if m.fabric_silence > t.peer_lost_seconds:
+        return f"{m}: the fabric is silent for {m.fabric_silence:.1f} s (the management network is fine)"
+    return ""
+
+
+def _refusals(s: Snapshot) -> list[str]:
+    own = [f"rank 0: {s.prepare_problem}"] if s.prepare_problem else []
+    return own + [f"{m}: {m.refused}" for m in s.members if m.refused]
+
+
+def _faults(s: Snapshot, t: Supervision) -> list[str]:
+    faults = []
+    for who, report in [("rank 0", s.local), *((str(m), m.report) for m in s.members)]:
+        if report.epoch == s.epoch and report.state is RankState.EXITED:
+            faults.append(
+                f"{who} exited with code {report.exit_code}" + (f": {report.reason}" if report.reason else "")
+            )
+        elif s.phase in (Phase.CHECKING, Phase.SERVING) and report.state is not RankState.RUNNING:
+            faults.append(f"{who} is {report.state}, expected running")
+    if s.phase is Phase.STARTING and s.quiet > t.start_stall_seconds:
+        faults.append(f"no rank showed a sign of life for {s.quiet:.0f} s while starting")
+    if s.api_problem and s.phase in (Phase.CHECKING, Phase.SERVING):
+        faults.append(s.api_problem)
+    if s.canary_problem:
+        faults.append(f"canary: {s.canary_problem}")
+    return faults
+
+
+def _advance(s: Snapshot, t: Supervision) -> Decision:
+    if s.phase is Phase.PREPARING:
+        late = [str(m) for m in s.members if not _has(m.report, s.epoch, RankState.CREATED)]
+        late += [] if _has(s.local, s.epoch, RankState.CREATED) else ["rank 0"]
+        if late:
+            return Decision(action=Action.NONE, state="preparing", reasons=(f"preparing: {', '.join(late)}",))
+        return Decision(action=Action.GO, state="starting")
+    if s.phase is Phase.STARTING:
+        running = all(_has(m.report, s.epoch, RankState.RUNNING) for m in s.members)
+        if s.api_up and running and s.local.state is RankState.RUNNING:
+            return Decision(action=Action.CHECK, state="checking")
+        return Decision(action=Action.NONE, state="starting")
+    if s.phase is Phase.CHECKING:
+        return Decision(
+            action=Action.SERVE if s.canary_right else Action.NONE,
+            state="checking",
+            reasons=() if s.canary_right else ("asking the canary question",),
+        )
+    suspects = tuple(
+        f"{m}: the fabric is silent for {m.fabric_silence:.1f} s"
+        for m in s.members
+        if m.fabric_silence > t.lease_seconds
+    )
+    return Decision(action=Action.NONE, state="serving", reasons=suspects, ready=not suspects)
+
+
+def _has(report: Report, epoch: int, state: RankState) -> bool:
+    return report.epoch == epoch and report.state is state
+
+
+BACKOFF_SECONDS = (0.0, 5.0, 15.0, 30.0, 60.0)
+"""Wait before the next attempt after the first, second, ... fault in the window: the first one is free."""
+
+REFUSED_RETRY_SECONDS = 10.0
+"""A refusal (image missing, memory held) waits for a person or another process; asking again is cheap."""
+
+
+def backoff_seconds(cause: Cause, faults: int) -> float:
+    """Return how long to wait after an epoch that ended for `cause`, with `faults` engine faults in the
+    window.
+    """
+    if cause is Cause.FAULT:
+        return BACKOFF_SECONDS[min(faults, len(BACKOFF_SECONDS)) - 1] if faults else 0.0
+    return REFUSED_RETRY_SECONDS if cause is Cause.REFUSED else 0.0
+
+
+def follower_verdict(
+    *,
+    connected: bool,
+    fabric_silence: float,
+    management_silence: float,
+    same_lead: bool,
+    lease_seconds: float,
+    peer_lost_seconds: float,
+) -> str:
+    """Return why a follower must end its rank now; empty while its lease holds. Silences in seconds."""
+    if not same_lead:
+        return "the lead's supervisor was started anew"
+    if not connected:
+        return "both connections to the lead are closed"
+    if min(fabric_silence, management_silence) > lease_seconds:
+        return f"the lead is silent on both networks for {min(fabric_silence, management_silence):.1f} s"
+    if fabric_silence > peer_lost_seconds:
+        return f"the fabric is silent for {fabric_silence:.1f} s"
+    return ""

@@ -1,0 +1,326 @@
+"""The follower: dials its lead, makes the rank it is told to, and ends it the moment its lease on the
+epoch is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Coroutine
+from typing import Any
+
+from glm53_service.docker import DockerApi
+from glm53_service.engines import engine_for
+from glm53_service.engines.base import Launch, Line, LineKind
+from glm53_service.errors import Glm53Error
+from glm53_service.fabric.probe import probe
+from glm53_service.fabric.rails import Fabric
+from glm53_service.node import Node
+from glm53_service.settings import Gate
+from glm53_service.status import RankStatus, Status
+from glm53_service.story import event
+from glm53_service.supervisor.decide import follower_verdict
+from glm53_service.supervisor.dial import Dialler
+from glm53_service.supervisor.members import listening_sockets
+from glm53_service.supervisor.messages import (
+    Bye,
+    Go,
+    Hello,
+    Message,
+    PathName,
+    Prepare,
+    Progress,
+    RankState,
+    Refused,
+    State,
+    Stop,
+)
+from glm53_service.supervisor.ranks import Rank
+from glm53_service.supervisor.service import gate_addresses, keep_alive, on_signals, start_gate
+from glm53_service.supervisor.world import World
+from glm53_service.system import read_boot_id
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5
+PROGRESS_SECONDS = 2.0
+LEAVE_SECONDS = 5.0
+
+
+class Follower:
+    """The supervisor beside a rank above 0. `run` returns when it was asked to stop."""
+
+    def __init__(
+        self, node: Node, tokens: tuple[str, ...], release: str, docker: DockerApi, world: World
+    ) -> None:
+        self._node, self._release, self._docker, self._world = node, release, docker, world
+        self._instance = secrets.token_hex(8)
+        self._boot_id = read_boot_id(world.root)
+        self._wake = asyncio.Event()
+        self._rank = Rank(
+            world,
+            docker,
+            node.cluster,
+            rank=node.rank,
+            management=node.me.management,
+            on_change=self._report,
+            on_line=self._line,
+        )
+        self._dialler = Dialler(
+            node, tokens, world, hello=self._hello, on_message=self._message, on_change=self._wake.set
+        )
+        self._lead_instance = ""
+        self._launch: Launch | None = None
+        self._work: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stop_requested = False
+        self._last_progress = 0.0
+        self._shown = ""
+        self._last_end = ""
+        self._since = world.wall()
+
+    async def run(self) -> None:
+        """Follow the lead until asked to stop."""
+        on_signals(self._request_stop)
+        gate = await start_gate(
+            self.status, listening_sockets(gate_addresses(Gate(), self._node.me.management), Gate().port)
+        )
+        log.info(
+            event(
+                "follower is up",
+                node=self._node.node,
+                rank=self._node.rank,
+                cluster=self._node.cluster,
+                release=self._release,
+                lead=self._node.lead.node,
+            )
+        )
+        self._spawn(keep_alive(self._world.notifier))
+        await self._rank.end("a leftover of an earlier supervisor", fault=False)
+        self._dialler.start()
+        self._world.notifier.ready()
+        try:
+            while not self._stop_requested:
+                await self._tick()
+            await self._leave()
+        finally:
+            self._world.notifier.stopping()
+            await self._dialler.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await gate.cleanup()
+
+    async def _tick(self) -> None:
+        verdict = self._verdict()
+        if verdict and self._launch is not None:
+            log.warning(event(f"the lease on epoch {self._launch.epoch} is over: {verdict}"))
+            self._end(self._launch.epoch, verdict, fault=False)
+        self._show()
+        try:
+            async with asyncio.timeout(TICK_SECONDS):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        self._wake.clear()
+
+    def _verdict(self) -> str:
+        d = self._dialler
+        return follower_verdict(
+            connected=d.connected,
+            fabric_silence=d.silence(PathName.FABRIC),
+            management_silence=d.silence(PathName.MANAGEMENT),
+            same_lead=d.lead_instance == self._lead_instance,
+            lease_seconds=d.times.lease_seconds,
+            peer_lost_seconds=d.times.peer_lost_seconds,
+        )
+
+    async def _leave(self) -> None:
+        """Say goodbye, let the lead drain rank 0 first, then end the rank here in any case."""
+        await self._dialler.say(Bye(reason="its supervisor was stopped"))
+        if self._launch is not None:
+            patience = self._launch.settings.supervision.stop_grace_seconds + LEAVE_SECONDS
+            deadline = self._world.clock() + patience
+            while (
+                self._rank.report.state is not RankState.ABSENT
+                and self._world.clock() < deadline
+                and not self._verdict()
+            ):
+                await self._world.sleep(0.1)
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.gather(self._work, return_exceptions=True)
+        await self._rank.end("its supervisor was stopped", fault=False)
+
+    # Messages ------------------------------------------------------------------------
+
+    async def _hello(self, path: PathName) -> Hello:
+        fabric = await self._fabric(rdma=False)
+        leftovers = (
+            () if self._launch else tuple(name for _, name in await self._docker.ours(self._node.cluster))
+        )
+        return Hello(
+            node=self._node.node,
+            instance=self._instance,
+            boot_id=self._boot_id,
+            release=self._release,
+            wall_time=self._world.wall(),
+            path=path,
+            containers=leftovers,
+            report=self._rank.report,
+            fabric=fabric,
+        )
+
+    def _message(self, message: Message) -> None:
+        match message:
+            case Prepare():
+                self._prepare(message.launch)
+            case Go() if self._launch and message.epoch == self._launch.epoch:
+                self._spawn(self._start(message.epoch))
+            case Stop() if self._launch and message.epoch == self._launch.epoch:
+                log.info(event(f"epoch {message.epoch} ends: {message.reason}"))
+                self._end(message.epoch, message.reason, fault=message.fault)
+            case Bye():
+                log.info(event(f"the lead leaves: {message.reason}"))
+            case _:
+                return
+
+    def _prepare(self, launch: Launch) -> None:
+        if self._launch is not None:
+            log.debug(
+                event("a new epoch while one is here; it waits for the old one to end", epoch=launch.epoch)
+            )
+            return
+        self._launch, self._lead_instance = launch, self._dialler.lead_instance
+        log.info(
+            event(
+                f"epoch {launch.epoch} begins",
+                model=launch.settings.model.name,
+                engine=launch.settings.engine,
+            )
+        )
+        self._work = asyncio.create_task(self._make(launch))
+
+    async def _make(self, launch: Launch) -> None:
+        try:
+            fabric = await self._fabric(rdma=launch.settings.device == "cuda")
+            if fabric.problem:
+                await self._dialler.say(Refused(epoch=launch.epoch, reason=fabric.problem))
+                return
+            await self._rank.prepare(launch, engine_for(launch.settings), fabric)
+        except Glm53Error as error:
+            log.warning(event(f"epoch {launch.epoch} is refused: {error}"))
+            await self._dialler.say(Refused(epoch=launch.epoch, reason=str(error)))
+
+    async def _start(self, epoch: int) -> None:
+        try:
+            await self._rank.start()
+        except Glm53Error as error:
+            await self._dialler.say(Refused(epoch=epoch, reason=str(error)))
+        else:
+            log.info(
+                event(
+                    f"rank {self._node.rank} started",
+                    epoch=epoch,
+                    engine_log=f"journalctl -t glm53-rank{self._node.rank}",
+                )
+            )
+
+    def _end(self, epoch: int, reason: str, *, fault: bool) -> None:
+        """End the rank once; later calls for the same epoch find no launch any more."""
+        if self._launch is None:
+            return
+        self._launch, self._last_end = None, reason
+        before, self._work = (
+            self._work,
+            asyncio.create_task(self._end_rank(epoch, reason, fault=fault, after=self._work)),
+        )
+        if before is not None:
+            before.cancel()
+
+    async def _end_rank(
+        self, epoch: int, reason: str, *, fault: bool, after: asyncio.Task[None] | None
+    ) -> None:
+        if after is not None:
+            await asyncio.gather(after, return_exceptions=True)
+        await self._rank.end(reason, fault=fault)
+        log.info(event(f"the rank of epoch {epoch} is gone"))
+
+    # What is shown ------------------------------------------------------------------------
+
+    async def _fabric(self, *, rdma: bool) -> Fabric:
+        return await probe(self._node.me.fabric, rdma=rdma, runner=self._world.runner, root=self._world.root)
+
+    def _report(self) -> None:
+        self._spawn(self._dialler.say(State(report=self._rank.report)))
+        self._wake.set()
+
+    def _line(self, line: Line) -> None:
+        now = self._world.clock()
+        if line.kind is LineKind.DETAIL and now - self._last_progress < PROGRESS_SECONDS:
+            return
+        self._last_progress = now
+        error = line.kind is LineKind.ERROR
+        if error:
+            log.warning(event(line.text))
+        if self._launch is not None:
+            text = line.text if line.kind is not LineKind.DETAIL else ""
+            self._spawn(self._dialler.say(Progress(epoch=self._launch.epoch, text=text, error=error)))
+
+    def status(self) -> Status:
+        """Return what the gate and `glm53 status` show."""
+        report, launch, lead = self._rank.report, self._launch, self._node.lead
+        running = report.state is RankState.RUNNING
+        silent = (
+            self._verdict()
+            if launch
+            else (
+                ""
+                if self._dialler.connected
+                else f"waiting for {lead.node} (rank 0): {self._dialler.problem}"
+            )
+        )
+        state = "running" if running else "idle" if self._dialler.connected else "waiting"
+        rails = tuple(rail.line() for rail in report.fabric.rails) if report.fabric else ()
+        return Status(
+            role="follower",
+            node=self._node.node,
+            cluster=self._node.cluster,
+            release=self._release,
+            state=state,
+            ready=running and not silent,
+            epoch=launch.epoch if launch else 0,
+            since=self._since,
+            reasons=(silent,) if silent else (),
+            model=launch.settings.model.name if launch else "",
+            last_end=self._last_end,
+            ranks=(
+                RankStatus(
+                    rank=self._node.rank,
+                    node=self._node.node,
+                    state=report.state,
+                    connected=True,
+                    release=self._release,
+                    rails=rails,
+                    command=report.command,
+                ),
+            ),
+        )
+
+    def _show(self) -> None:
+        now = self.status()
+        shown = f"{now.state}: {'; '.join(now.reasons)}" if now.reasons else now.state
+        if shown != self._shown:
+            self._shown, self._since = shown, self._world.wall()
+            log.info(event(shown))
+        self._world.notifier.status(now.line())
+
+    def _request_stop(self) -> None:
+        self._stop_requested = True
+        self._wake.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,296 @@
+"""The lead's side of the connections: who dialled, over which networks, and when each last spoke."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import WSMsgType, web
+
+from glm53_service.errors import AuthError
+from glm53_service.node import Node, Peer
+from glm53_service.story import event
+from glm53_service.supervisor import wire
+from glm53_service.supervisor.decide import Member
+from glm53_service.supervisor.messages import (
+    PROTOCOL,
+    Beat,
+    Bye,
+    Hello,
+    Message,
+    PathName,
+    Progress,
+    Refused,
+    Report,
+    State,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+
+ROUTE = "/v1/peer"
+HANDSHAKE_SECONDS = 5.0
+NEVER = float("inf")
+CLOCK_SKEW_SECONDS = 5.0
+IP_FREEBIND = getattr(socket, "IP_FREEBIND", 15)
+"""ip(7): bind an address that the machine does not have (yet): there is none while the peer is off."""
+
+
+@dataclass(slots=True)
+class _Path:
+    ws: web.WebSocketResponse
+    transport: asyncio.BaseTransport | None
+    sealer: wire.Sealer
+    heard: float
+
+    def abort(self) -> None:
+        if isinstance(self.transport, asyncio.WriteTransport):
+            self.transport.abort()
+
+
+@dataclass(slots=True)
+class _Link:
+    peer: Peer
+    rank: int
+    instance: str = ""
+    hello: Hello | None = None
+    paths: dict[PathName, _Path] = field(default_factory=dict)
+    heard: dict[PathName, float] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
+    refused: Refused | None = None
+    bye: str = ""
+    rejected: str = ""
+
+
+class Members:
+    """Accepts the followers of `node` and keeps what they say.
+
+    `on_change` is called when a decision may differ.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        tokens: tuple[str, ...],
+        release: str,
+        welcome: Welcome,
+        *,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        on_change: Callable[[], None],
+        on_progress: Callable[[str, Progress], None],
+    ) -> None:
+        self._node = node
+        self._tokens = tokens
+        self._release = release
+        self._welcome = welcome
+        self._clock = clock
+        self._wall = wall
+        self._on_change = on_change
+        self._on_progress = on_progress
+        self._links = {peer.node: _Link(peer, rank) for rank, peer in enumerate(node.nodes) if rank}
+
+    @property
+    def instances(self) -> dict[str, str]:
+        """The supervisor instance of each follower; an epoch belongs to exactly these."""
+        return {name: link.instance for name, link in self._links.items()}
+
+    def members(self, epoch: int, epoch_instances: dict[str, str] | None) -> tuple[Member, ...]:
+        """Return every follower in rank order, as the decision sees it."""
+        return tuple(self._member(link, epoch, epoch_instances) for link in self._links.values())
+
+    def release_of(self, node: str) -> str:
+        """Return the release a follower said it runs; empty before its first hello."""
+        hello = self._links[node].hello
+        return hello.release if hello else ""
+
+    def fabric_line(self, node: str) -> list[str]:
+        """Return the rails a follower reported at its last hello or preparation, readable."""
+        link = self._links[node]
+        fabric = link.report.fabric or (link.hello.fabric if link.hello else None)
+        return [rail.line() for rail in fabric.rails] if fabric else []
+
+    def new_epoch(self) -> None:
+        """Forget refusals and farewells of the epoch before."""
+        for link in self._links.values():
+            link.refused, link.bye = None, ""
+
+    async def tell(self, node: str, message: Message) -> None:
+        """Send `message` over the path that spoke last; a closed connection is seen by its absence, not
+        here.
+        """
+        paths = sorted(self._links[node].paths.values(), key=lambda p: p.heard, reverse=True)
+        if paths:
+            await _send(paths[0], message)
+
+    async def tell_all(self, message: Message, *, every_path: bool = False) -> None:
+        """Send `message` to each follower; with `every_path` over each network, so that one dead link
+        cannot hold it.
+        """
+        sends = (
+            [_send(path, message) for link in self._links.values() for path in list(link.paths.values())]
+            if every_path
+            else [self.tell(name, message) for name in self._links]
+        )
+        await asyncio.gather(*sends)
+
+    async def beat(self) -> None:
+        """Send a heartbeat over every path and close those that are silent for long: their TCP may live
+        for ever.
+        """
+        for link in self._links.values():
+            for name, path in list(link.paths.items()):
+                if self._clock() - path.heard > 2 * self._welcome.peer_lost_seconds:
+                    self._drop(link, name, path)
+        await self.tell_all(Beat(), every_path=True)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Serve one dialled connection until it ends."""
+        ws = web.WebSocketResponse(max_msg_size=wire.MAX_FRAME_BYTES)
+        await ws.prepare(request)
+        try:
+            link, name, path = await self._greet(ws, request.transport)
+        except (AuthError, msgspec.DecodeError, TimeoutError, TypeError) as error:
+            log.warning(
+                event(
+                    "a peer was turned away", address=request.remote, error=str(error) or "no hello in time"
+                )
+            )
+            await ws.close(code=4401, message=str(error).encode()[:120])
+            return ws
+        try:
+            async for frame in ws:
+                if frame.type is WSMsgType.TEXT:
+                    self._hear(link, name, path, path.sealer.open(frame.data))
+        except (AuthError, msgspec.DecodeError) as error:
+            log.warning(event("a connection was closed", node=link.peer.node, path=name, error=error))
+        finally:
+            self._drop(link, name, path)
+        return ws
+
+    async def _greet(
+        self, ws: web.WebSocketResponse, transport: asyncio.BaseTransport | None
+    ) -> tuple[_Link, PathName, _Path]:
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            opened = msgspec.json.decode(await ws.receive_str(), type=wire.Open)
+            link = self._links.get(opened.node)
+            if link is None:
+                raise AuthError(f"{opened.node!r} is not a follower here; they are {', '.join(self._links)}")
+            if opened.protocol != PROTOCOL:
+                link.rejected = f"it speaks protocol {opened.protocol}, this head {PROTOCOL}: run site.yml"
+                self._on_change()
+                raise AuthError(f"{opened.node} speaks protocol {opened.protocol}, this head {PROTOCOL}")
+            try:
+                challenge, key = wire.answer(opened, self._tokens, self._node.cluster)
+            except AuthError as error:
+                link.rejected = error.message
+                self._on_change()
+                raise
+            await ws.send_str(msgspec.json.encode(challenge).decode())
+            path = _Path(ws, transport, wire.Sealer(key, lead=True), self._clock())
+            hello = path.sealer.open(await ws.receive_str())
+        if not isinstance(hello, Hello) or hello.node != opened.node:
+            raise AuthError(f"{opened.node}: expected its hello")
+        self._admit(link, hello, path)
+        await _send(path, self._welcome)
+        return link, hello.path, path
+
+    def _admit(self, link: _Link, hello: Hello, path: _Path) -> None:
+        if link.instance and link.instance != hello.instance:
+            log.info(event("a newer supervisor took over", node=hello.node))
+            for name, old in list(link.paths.items()):
+                self._drop(link, name, old)
+        elif not link.paths:
+            log.info(
+                event(
+                    "follower connected",
+                    node=hello.node,
+                    rank=link.rank,
+                    path=hello.path,
+                    release=hello.release,
+                )
+            )
+        skew = hello.wall_time - self._wall()
+        if abs(skew) > CLOCK_SKEW_SECONDS and not link.paths:
+            log.warning(event("the clocks differ; the logs will too", node=hello.node, seconds=skew))
+        link.instance, link.hello, link.report = hello.instance, hello, hello.report
+        link.rejected = link.bye = ""
+        before = link.paths.get(hello.path)
+        link.paths[hello.path] = path
+        if before is not None:
+            before.abort()
+        link.heard[hello.path] = path.heard
+        self._on_change()
+
+    def _hear(self, link: _Link, name: PathName, path: _Path, message: Message) -> None:
+        path.heard = link.heard[name] = self._clock()
+        match message:
+            case State():
+                link.report = message.report
+            case Refused():
+                link.refused = message
+            case Bye():
+                link.bye = message.reason
+            case Progress():
+                self._on_progress(link.peer.node, message)
+                return
+            case _:
+                return
+        self._on_change()
+
+    def _drop(self, link: _Link, name: PathName, path: _Path) -> None:
+        path.abort()
+        if link.paths.get(name) is path:
+            del link.paths[name]
+            if not link.paths:
+                log.info(event("follower is gone", node=link.peer.node, said=link.bye))
+            self._on_change()
+
+    def _member(self, link: _Link, epoch: int, epoch_instances: dict[str, str] | None) -> Member:
+        now = self._clock()
+        name = link.peer.node
+        mismatch = link.rejected
+        if not mismatch and link.hello and link.hello.release != self._release:
+            mismatch = f"it runs release {link.hello.release}, this head {self._release}: run site.yml"
+        return Member(
+            node=name,
+            rank=link.rank,
+            connected=bool(link.paths),
+            known=link.hello is not None,
+            same_instance=epoch_instances is None or epoch_instances.get(name) == link.instance,
+            fabric_silence=now - link.heard.get(PathName.FABRIC, -NEVER),
+            management_silence=now - link.heard.get(PathName.MANAGEMENT, -NEVER),
+            report=link.report,
+            leftovers=link.hello.containers if link.hello and link.report.epoch == 0 else (),
+            fabric_problem=link.hello.fabric.problem if link.hello and not link.report.fabric else "",
+            refused=link.refused.reason if link.refused and link.refused.epoch == epoch else "",
+            bye=link.bye,
+            mismatch=mismatch,
+        )
+
+
+async def _send(path: _Path, message: Message) -> None:
+    if path.ws.closed:
+        return
+    try:
+        async with asyncio.timeout(1.0):
+            await path.ws.send_str(path.sealer.seal(message))
+    except (ConnectionError, TimeoutError, RuntimeError):
+        return  # its silence or its end is what counts, and both are watched
+
+
+def listening_sockets(addresses: list[str], port: int) -> list[socket.socket]:
+    """Return bound sockets on each address, also on one that is not there yet (IP_FREEBIND)."""
+    sockets = []
+    for address in addresses:
+        bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_IP, IP_FREEBIND, 1)
+        bound.bind((address, port))
+        bound.setblocking(False)
+        sockets.append(bound)
+    return sockets

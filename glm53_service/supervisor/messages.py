@@ -1,0 +1,129 @@
+"""The epoch protocol: what the supervisors say to each other.
+
+A follower dials the lead over the fabric and over the management network. `prepare` makes every node build
+its container; only when all said `prepared` does the lead start rank 0 and say `go`. `stop` ends an epoch; a
+message of another epoch than the current one is dropped.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from glm53_service.engines.base import Launch
+from glm53_service.fabric.rails import Fabric
+
+PROTOCOL = 1
+"""Raised with every incompatible change; supervisors of different protocols do not form a pair."""
+
+
+class PathName(StrEnum):
+    """The two networks between the supervisors."""
+
+    FABRIC = "fabric"
+    MANAGEMENT = "management"
+
+
+class RankState(StrEnum):
+    """A rank's container on its node. ENDING: its supervisor is ending it; EXITED: it ended unasked."""
+
+    ABSENT = "absent"
+    CREATED = "created"
+    RUNNING = "running"
+    ENDING = "ending"
+    EXITED = "exited"
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """How a node's rank stands.
+
+    `exit_code` and `reason` belong to an exit; `command` to a created container.
+    """
+
+    epoch: int = 0
+    state: RankState = RankState.ABSENT
+    exit_code: int | None = None
+    reason: str = ""
+    command: str = ""
+    fabric: Fabric | None = None
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """A follower's first words on a path.
+
+    `containers` are rank containers still there; `wall_time` in Unix seconds.
+    """
+
+    node: str
+    instance: str
+    boot_id: str
+    release: str
+    wall_time: float
+    path: PathName
+    containers: tuple[str, ...]
+    report: Report
+    fabric: Fabric
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    """The lead's answer to a hello; the times that hold until the first launch."""
+
+    instance: str
+    heartbeat_seconds: float
+    lease_seconds: float
+    peer_lost_seconds: float
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
+    """A heartbeat, both ways, on each path."""
+
+
+class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
+    """Build the container of `launch.epoch`, start nothing."""
+
+    launch: Launch
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """This node cannot make its rank, and why."""
+
+    epoch: int
+    reason: str
+
+
+class Go(msgspec.Struct, frozen=True, kw_only=True, tag="go"):
+    """Start the prepared container."""
+
+    epoch: int
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
+    """A change of this node's rank."""
+
+    report: Report
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """A starting rank moved: its latest milestone or error, else only a sign of life."""
+
+    epoch: int
+    text: str = ""
+    error: bool = False
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """End the rank of `epoch` now; `fault` asks for evidence."""
+
+    epoch: int
+    reason: str
+    fault: bool
+
+
+class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
+    """A planned leave."""
+
+    reason: str
+
+
+Message = Hello | Welcome | Beat | Prepare | Refused | Go | State | Progress | Stop | Bye

@@ -1,0 +1,249 @@
+"""One rank's container on this node, from preparation to removal, with the evidence kept in between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from glm53_service.artifacts.content import image_content
+from glm53_service.docker import DockerApi, remove_ours
+from glm53_service.engines.base import Engine, Launch, Line, LineKind, Place
+from glm53_service.errors import Glm53Error, UnavailableError
+from glm53_service.evidence import save_evidence
+from glm53_service.fabric.rails import Fabric
+from glm53_service.story import event
+from glm53_service.supervisor.messages import RankState, Report
+from glm53_service.supervisor.world import World
+from glm53_service.system import GIB, largest_processes, read_memory
+
+log = logging.getLogger(__name__)
+
+TAIL_LINES = 400
+CONTENT_DIGITS = 12
+DOCKER_PATIENCE_SECONDS = 60
+MEMORY_POLL_SECONDS = 2.0
+
+
+class Rank:
+    """The rank of this node.
+
+    `report` is what the pair knows of it; `on_change` is called whenever it changes.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        docker: DockerApi,
+        cluster: str,
+        *,
+        rank: int,
+        management: str,
+        on_change: Callable[[], None],
+        on_line: Callable[[Line], None],
+    ) -> None:
+        self._world = world
+        self._docker = docker
+        self._cluster = cluster
+        self._rank = rank
+        self._management = management
+        self._on_change = on_change
+        self._on_line = on_line
+        self._container: str | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._last_error = ""
+        self.report = Report()
+
+    def place(self, fabric: Fabric, content: str) -> Place:
+        """Return where this rank runs; its cache folder is the image's own, since compiled kernels belong
+        to it.
+        """
+        digits = content.removeprefix("sha256:")[:CONTENT_DIGITS]
+        return Place(
+            rank=self._rank,
+            management=self._management,
+            fabric=fabric,
+            uid=os.getuid(),
+            gid=os.getgid(),
+            cache=str(self._world.state / "cache" / digits),
+        )
+
+    async def prepare(self, launch: Launch, engine: Engine, fabric: Fabric) -> None:
+        """Create (not start) this rank's container for `launch`; Glm53Error says why it cannot be made
+        here.
+        """
+        self._engine = engine
+        self._settings = launch.settings
+        await remove_ours(self._docker, self._cluster)
+        image = await self._image(launch)
+        self._check_model(Path(launch.settings.model.path))
+        await self._wait_for_memory(launch)
+        place = self.place(fabric, launch.image_content)
+        Path(place.cache).mkdir(parents=True, exist_ok=True)
+        spec = engine.container(launch, place, image)
+        self._container = await self._docker.create(spec)
+        self._tail.clear()
+        self._last_error = ""
+        self._set(Report(epoch=launch.epoch, state=RankState.CREATED, command=spec.shell(), fabric=fabric))
+
+    async def start(self) -> None:
+        """Start the prepared container and follow its output and its end."""
+        if self._container is None:
+            raise UnavailableError("no container is prepared")
+        await self._docker.start(self._container)
+        self._set(_with(self.report, state=RankState.RUNNING))
+        self._tasks = [
+            asyncio.create_task(self._follow(self._container)),
+            asyncio.create_task(self._await_exit(self._container)),
+        ]
+
+    async def end(self, reason: str, *, fault: bool, grace_seconds: int = 0) -> None:
+        """End the container (with a drain when there is a grace), keep evidence of a fault, remove it."""
+        container, epoch = self._container, self.report.epoch
+        running = self.report.state is RankState.RUNNING
+        if container is not None:
+            self._set(
+                _with(
+                    self.report,
+                    state=RankState.ENDING,
+                    exit_code=self.report.exit_code,
+                    reason=self.report.reason or reason,
+                )
+            )
+        for attempt in range(DOCKER_PATIENCE_SECONDS):
+            try:
+                if container is not None:
+                    await self._end_container(
+                        container, reason, fault=fault, grace_seconds=grace_seconds if running else 0
+                    )
+                await remove_ours(self._docker, self._cluster)
+                break
+            except UnavailableError as error:
+                if attempt == 0:
+                    log.warning(event("docker does not let the rank end; trying on", error=error.message))
+                await self._world.sleep(1.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks, self._container = [], None
+        self._set(Report(epoch=epoch))
+
+    async def _end_container(self, container: str, reason: str, *, fault: bool, grace_seconds: int) -> None:
+        if grace_seconds:
+            await self._docker.stop(container, grace_seconds)
+        await self._docker.kill(container)
+        if fault:
+            await self._keep_evidence(container, reason)
+        await self._docker.remove(container)
+
+    async def _keep_evidence(self, container: str, reason: str) -> None:
+        files = {
+            "reason.txt": reason + "\n",
+            "log-tail.txt": "\n".join(self._tail) + "\n",
+            "report.json": json.dumps(
+                {
+                    "rank": self._rank,
+                    "epoch": self.report.epoch,
+                    "exit_code": self.report.exit_code,
+                    "reason": self.report.reason,
+                },
+                indent=1,
+            ),
+        }
+        try:
+            files["inspect.json"] = json.dumps(await self._docker.inspect(container), indent=1)
+            files["meminfo.txt"] = (self._world.root / "proc/meminfo").read_text(encoding="ascii")
+        except (Glm53Error, OSError) as error:
+            files["incomplete.txt"] = f"{error}\n"
+        try:
+            folder = save_evidence(
+                self._world.state / "evidence",
+                f"epoch {self.report.epoch} rank {self._rank}",
+                files,
+                wall=self._world.wall(),
+            )
+        except OSError as error:
+            log.error(event("evidence could not be kept", error=error.strerror))
+        else:
+            log.info(event("evidence kept", folder=folder))
+
+    async def _image(self, launch: Launch) -> str:
+        reference = launch.settings.image
+        try:
+            inspect = await self._docker.image(reference)
+        except UnavailableError as error:
+            raise UnavailableError(
+                f"image {reference} is not on this node ({error.message})",
+                hint="run site.yml: it ships the head's image",
+            ) from None
+        content = image_content(inspect)
+        if content != launch.image_content:
+            raise UnavailableError(
+                f"image {reference} differs from the head's: {content[:19]} here,"
+                f" {launch.image_content[:19]} there",
+                hint="run site.yml: it ships the head's image",
+            )
+        return str(inspect["Id"])
+
+    def _check_model(self, path: Path) -> None:
+        try:
+            readable = (path / "config.json").read_bytes()
+        except OSError as error:
+            raise UnavailableError(
+                f"{path}/config.json cannot be read by this service: {error.strerror}",
+                hint="run site.yml: it ships the head's model directory",
+            ) from None
+        if not readable:
+            raise UnavailableError(f"{path}/config.json is empty", hint="run site.yml again")
+
+    async def _wait_for_memory(self, launch: Launch) -> None:
+        need = launch.settings.supervision.min_free_gib
+        deadline = self._world.clock() + launch.settings.supervision.min_free_wait_seconds
+        while (free := read_memory(self._world.root).free / GIB) < need:
+            if self._world.clock() >= deadline:
+                holders = ", ".join(largest_processes(self._world.root))
+                raise UnavailableError(
+                    f"MemFree is {free:.1f} GiB, {need:g} needed; the largest processes: {holders}",
+                    hint="stop them, or drop the page cache, or lower supervision.min_free_gib",
+                )
+            await self._world.sleep(MEMORY_POLL_SECONDS)
+
+    async def _follow(self, container: str) -> None:
+        try:
+            async for text in self._docker.lines(container):
+                self._tail.append(text)
+                line = self._engine.read_line(text)
+                if line.kind is LineKind.ERROR:
+                    self._last_error = line.text
+                self._on_line(line)
+        except UnavailableError as error:
+            log.debug(event("the rank's output ended", error=error.message))
+
+    async def _await_exit(self, container: str) -> None:
+        try:
+            code: int | None = await self._docker.wait(container)
+            reason = self._last_error
+        except UnavailableError as error:
+            code, reason = None, error.message
+        if self.report.state is not RankState.ENDING:
+            self._set(_with(self.report, state=RankState.EXITED, exit_code=code, reason=reason))
+
+    def _set(self, report: Report) -> None:
+        self.report = report
+        self._on_change()
+
+
+def _with(report: Report, *, state: RankState, exit_code: int | None = None, reason: str = "") -> Report:
+    return Report(
+        epoch=report.epoch,
+        state=state,
+        exit_code=exit_code,
+        reason=reason,
+        command=report.command,
+        fabric=report.fabric,
+    )
