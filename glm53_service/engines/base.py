@@ -167,7 +167,7 @@ class Engine(Protocol):
         """Return what `line` of a rank's log says."""
         ...
 
-    def api_address(self, settings: Settings, place: Place) -> str:
+    def api_address(self, settings: Settings, management: str) -> str:
         """Return `host:port` at which rank 0 serves."""
         ...
 

@@ -86,9 +86,9 @@ class VllmEngine:
                 return Line(kind=LineKind.PROGRESS, text=match.expand(text) if "\\" in text else text)
         return Line(kind=LineKind.DETAIL, text=line.strip()[:400])
 
-    def api_address(self, settings: Settings, place: Place) -> str:
+    def api_address(self, settings: Settings, management: str) -> str:
         """Return `host:port` of rank 0's API."""
-        host = place.management if settings.api.bind == "management" else LOOPBACK
+        host = management if settings.api.bind == "management" else LOOPBACK
         return f"{host}:{settings.api.port}"
 
     def running_requests(self, metrics: str) -> int | None:
@@ -100,7 +100,7 @@ class VllmEngine:
 
     def _arguments(self, launch: Launch, place: Place) -> list[str]:
         settings, v = launch.settings, launch.settings.vllm
-        host, port = self.api_address(settings, place).rsplit(":", 1)
+        host, port = self.api_address(settings, place.management).rsplit(":", 1)
         argv = ["serve", settings.model.path, "--served-model-name", settings.model.name]
         argv += [
             "--tensor-parallel-size",

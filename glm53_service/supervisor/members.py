@@ -13,6 +13,7 @@ from aiohttp import WSMsgType, web
 
 from glm53_service.errors import AuthError
 from glm53_service.node import Node, Peer
+from glm53_service.status import RankStatus
 from glm53_service.story import event
 from glm53_service.supervisor import wire
 from glm53_service.supervisor.decide import Member
@@ -103,16 +104,9 @@ class Members:
         """Return every follower in rank order, as the decision sees it."""
         return tuple(self._member(link, epoch, epoch_instances) for link in self._links.values())
 
-    def release_of(self, node: str) -> str:
-        """Return the release a follower said it runs; empty before its first hello."""
-        hello = self._links[node].hello
-        return hello.release if hello else ""
-
-    def fabric_line(self, node: str) -> list[str]:
-        """Return the rails a follower reported at its last hello or preparation, readable."""
-        link = self._links[node]
-        fabric = link.report.fabric or (link.hello.fabric if link.hello else None)
-        return [rail.line() for rail in fabric.rails] if fabric else []
+    def statuses(self) -> tuple[RankStatus, ...]:
+        """Return every follower in rank order, as `glm53 status` shows it."""
+        return tuple(_status(link) for link in self._links.values())
 
     def new_epoch(self) -> None:
         """Forget refusals and farewells of the epoch before."""
@@ -271,6 +265,20 @@ class Members:
             bye=link.bye,
             mismatch=mismatch,
         )
+
+
+def _status(link: _Link) -> RankStatus:
+    fabric = link.report.fabric or (link.hello.fabric if link.hello else None)
+    return RankStatus(
+        rank=link.rank,
+        node=link.peer.node,
+        state=link.report.state,
+        connected=bool(link.paths),
+        release=link.hello.release if link.hello else "",
+        rails=tuple(rail.line() for rail in fabric.rails) if fabric else (),
+        warnings=fabric.warnings if fabric else (),
+        command=link.report.command,
+    )
 
 
 async def _send(path: _Path, message: Message) -> None:
