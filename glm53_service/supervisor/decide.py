@@ -145,15 +145,10 @@ def _missing(m: Member, t: Supervision) -> list[str]:
     """Why an epoch cannot begin with this member; empty when it can."""
     if m.mismatch:
         return [f"{m}: {m.mismatch}"]
+    if m.bye:
+        return [f"waiting for {m}: it left ({m.bye})"]
     if not m.connected:
-        return [
-            f"waiting for {m}: "
-            + (
-                "it left" + (f" ({m.bye})" if m.bye else ", or lost both networks")
-                if m.known
-                else "not heard of yet"
-            )
-        ]
+        return [f"waiting for {m}: {'it lost both networks' if m.known else 'not heard of yet'}"]
     reasons = []
     if m.fabric_silence > t.lease_seconds:
         reasons.append(f"waiting for {m}: connected over the management network only, the fabric is silent")

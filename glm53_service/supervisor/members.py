@@ -109,9 +109,9 @@ class Members:
         return tuple(_status(link) for link in self._links.values())
 
     def new_epoch(self) -> None:
-        """Forget refusals and farewells of the epoch before."""
+        """Forget the refusals of the epoch before."""
         for link in self._links.values():
-            link.refused, link.bye = None, ""
+            link.refused = None
 
     async def tell(self, node: str, message: Message) -> None:
         """Send `message` over the path that spoke last; a closed connection is seen by its absence, not
