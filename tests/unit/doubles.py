@@ -165,7 +165,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def settings_text(model: Path, **changes: Any) -> str:
+def settings_text(model_path: Path, **changes: Any) -> str:
     """Return settings.yaml whose values differ from the defaults."""
     import yaml
 
@@ -175,7 +175,7 @@ def settings_text(model: Path, **changes: Any) -> str:
         "engine": "vllm",
         "device": "cpu",
         "image": "unit/engine:7",
-        "model": {"path": str(model), "name": "unit-model"},
+        "model": {"path": str(model_path), "name": "unit-model"},
         "api": {"port": 18888},
         "canary": {"prompt": "capital of France?", "expect": "Paris", "max_tokens": 11},
         "vllm": {"max_model_len": 4097, "kv_cache_memory": "64M", "rendezvous_port": 29777},
@@ -192,6 +192,6 @@ def settings_text(model: Path, **changes: Any) -> str:
     return yaml.safe_dump(data)
 
 
-def make_settings(model: Path, **changes: Any) -> Settings:
+def make_settings(model_path: Path, **changes: Any) -> Settings:
     """Return valid settings whose values differ from the defaults."""
-    return load_settings(settings_text(model, **changes), "settings.yaml")
+    return load_settings(settings_text(model_path, **changes), "settings.yaml")

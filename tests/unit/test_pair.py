@@ -17,7 +17,7 @@ import pytest
 from glm53_service.errors import GaveUpError
 from glm53_service.node import Node, load_node
 from glm53_service.notify import Notifier
-from glm53_service.supervisor import follow, members
+from glm53_service.supervisor import dial, members
 from glm53_service.supervisor.follow import Follower
 from glm53_service.supervisor.lead import Lead
 from glm53_service.supervisor.messages import PathName
@@ -272,7 +272,7 @@ def test_a_silent_fabric_makes_suspect_then_ends_both(
         pair.start("b")
         await pair.serving(1)
         cut = {"on": True}
-        plain, dial_plain = members._send, follow.Dialler._send
+        plain, dial_plain = members._send, dial.Dialler._send
 
         async def lead_send(path: Any, message: Any) -> None:
             link = pair.service["a"]._members._links["b"]
@@ -284,7 +284,7 @@ def test_a_silent_fabric_makes_suspect_then_ends_both(
                 await dial_plain(self, opened, message)
 
         monkeypatch.setattr(members, "_send", lead_send)
-        monkeypatch.setattr(follow.Dialler, "_send", follower_send)
+        monkeypatch.setattr(dial.Dialler, "_send", follower_send)
         await pair.until(lambda: not pair.service["a"].status().ready, "suspect")
         await pair.until(lambda: pair.running() == (0, 0), "no rank is left alone")
         assert pair.service["a"].status().faults == 0

@@ -1,0 +1,230 @@
+"""Image identity, release id, ledger, evidence, durable files, journal lines, the gate's text, canary
+replies.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm53_service import evidence
+from glm53_service.artifacts.content import image_content
+from glm53_service.canary import reply_text
+from glm53_service.errors import ConfigError
+from glm53_service.evidence import save_evidence
+from glm53_service.files import read_json, write_durably
+from glm53_service.gate import metrics_text
+from glm53_service.ledger import Ledger
+from glm53_service.notify import Notifier
+from glm53_service.release import release_id, running_release
+from glm53_service.status import RankStatus, Status
+from glm53_service.story import event, set_up_logging
+from glm53_service.system import largest_processes, read_boot_id, read_memory
+
+INSPECT: dict[str, Any] = {
+    "Id": "sha256:aaa",
+    "Architecture": "arm64",
+    "RootFS": {"Layers": ["sha256:1", "sha256:2"]},
+    "Config": {"Entrypoint": ["vllm"], "Env": ["A=1"]},
+    "Created": "then",
+}
+
+
+def test_two_stores_of_one_image_are_equal() -> None:
+    """Prevents 25 GB from being shipped again because overlay2 and containerd name an image differently."""
+    other = {
+        **INSPECT,
+        "Id": "sha256:bbb",
+        "Created": "now",
+        "Config": {**INSPECT["Config"], "Cmd": [], "User": ""},
+    }
+    assert image_content(INSPECT) == image_content(other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"Architecture": "amd64"},
+        {"RootFS": {"Layers": ["sha256:2", "sha256:1"]}},
+        {"Config": {"Entrypoint": ["vllm"], "Env": ["A=2"]}},
+    ],
+)
+def test_what_would_run_differently_differs(change: dict[str, Any]) -> None:
+    """Prevents an image of the wrong architecture or with other patches from counting as the same."""
+    assert image_content(INSPECT) != image_content({**INSPECT, **change})
+
+
+def checkout(root: Path) -> Path:
+    """Return a small checkout below `root`."""
+    for name, text in (
+        ("glm53_service/a.py", "x = 1\n"),
+        ("pyproject.toml", "[p]\n"),
+        ("requirements/node.txt", "a\n"),
+    ):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_the_release_id_is_the_contents(tmp_path: Path) -> None:
+    """Prevents two nodes with one release id and different code."""
+    first = release_id(checkout(tmp_path / "x"))
+    assert first == release_id(checkout(tmp_path / "y"))
+    (tmp_path / "y/glm53_service/a.py").write_text("x = 2\n")
+    assert first != release_id(tmp_path / "y")
+    assert len(first) == 12
+    (tmp_path / "x/requirements/node.txt").unlink()
+    with pytest.raises(ConfigError, match=r"requirements/node.txt cannot be read"):
+        release_id(tmp_path / "x")
+
+
+def test_the_running_release_is_its_folder() -> None:
+    """Prevents a status that names a release that is not the one running."""
+    assert running_release(Path("/opt/glm53/releases/0123456789ab")) == "0123456789ab"
+    assert running_release(Path("/work/.venv")) == "unreleased"
+
+
+def test_the_ledger_survives_and_forgets_after_giving_up(tmp_path: Path) -> None:
+    """Prevents a restart of the supervisor from hiding faults, and a manual restart from giving up at
+    once.
+    """
+    now = [1000.0]
+    path = tmp_path / "state/ledger.json"
+    ledger = Ledger(path, lambda: now[0])
+    assert (ledger.next_epoch(), ledger.next_epoch()) == (1, 2)
+    ledger.record_fault("rank 0 exited")
+    now[0] = 1100.0
+    ledger.record_fault("rank 1 exited")
+    again = Ledger(path, lambda: now[0])
+    assert (again.epoch, again.faults_within(50), again.faults_within(150)) == (2, 1, 2)
+    again.give_up()
+    fresh = Ledger(path, lambda: now[0])
+    assert (fresh.epoch, fresh.faults_within(150), fresh.last_fault) == (2, 0, "rank 1 exited")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"epoch": '])
+def test_a_half_written_ledger_is_an_empty_one(tmp_path: Path, content: str) -> None:
+    """Prevents a supervisor that cannot start after a power cut."""
+    (tmp_path / "ledger.json").write_text(content)
+    assert Ledger(tmp_path / "ledger.json", lambda: 1.0).next_epoch() == 1
+
+
+def test_durable_writes_replace_whole(tmp_path: Path) -> None:
+    """Prevents a temporary file that stays behind, and a part of a file."""
+    write_durably(tmp_path / "d/x.json", '{"a": 1}')
+    write_durably(tmp_path / "d/x.json", '{"a": 2}')
+    assert read_json(tmp_path / "d/x.json") == {"a": 2}
+    assert [p.name for p in (tmp_path / "d").iterdir()] == ["x.json"]
+
+
+def test_evidence_keeps_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a disk full of crash logs, and a crash log that is removed by the next start."""
+    monkeypatch.setattr(evidence, "KEEP", 2)
+    for second in range(4):
+        save_evidence(
+            tmp_path, f"epoch {second} rank 0", {"reason.txt": f"r{second}"}, wall=1_700_000_000.0 + second
+        )
+    assert [p.name for p in sorted(tmp_path.iterdir())] == [
+        "20231114T221322Z-epoch-2-rank-0",
+        "20231114T221323Z-epoch-3-rank-0",
+    ]
+    assert (tmp_path / "20231114T221323Z-epoch-3-rank-0/reason.txt").read_text() == "r3"
+
+
+def test_journal_lines_carry_their_priority(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prevents an error that `journalctl -p err` does not find, also on its second line."""
+    set_up_logging(debug=False)
+    logging.getLogger("unit").error("one\ntwo")
+    logging.getLogger("unit").info(event("it began", epoch=3, why="a cable", nothing=""))
+    assert capsys.readouterr().err.splitlines() == ["<3>one", "<3>two", '<6>it began epoch=3 why="a cable"']
+
+
+def test_systemd_is_told_once_a_change(tmp_path: Path) -> None:
+    """Prevents a STATUS= datagram every tick."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(2)
+        notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "30000000"})
+        assert notifier.watchdog_seconds == 10.0
+        for text in ("waiting\nfor b", "waiting\nfor b", "serving"):
+            notifier.status(text)
+        notifier.ready()
+        got = [manager.recv(200).decode() for _ in range(3)]
+    assert got == ["STATUS=waiting for b", "STATUS=serving", "READY=1"]
+
+
+STATUS = Status(
+    role="lead",
+    node="a",
+    cluster="unit",
+    release="r",
+    state="serving",
+    ready=True,
+    epoch=5,
+    since=1.0,
+    endpoint="http://127.0.0.1:18888/v1",
+    model="m",
+    faults=2,
+    epochs_ended=4,
+    ranks=(
+        RankStatus(rank=0, node="a", state="running", connected=True),
+        RankStatus(rank=1, node="b", state="exited", connected=True),
+    ),
+)
+
+
+def test_metrics_say_what_status_says() -> None:
+    """Prevents a dashboard that disagrees with the gate."""
+    lines = metrics_text(STATUS).splitlines()
+    for line in (
+        "glm53_ready 1",
+        "glm53_epoch 5",
+        "glm53_epochs_ended_total 4",
+        "glm53_engine_faults 2",
+        'glm53_state{state="serving"} 1',
+        'glm53_state{state="waiting"} 0',
+        'glm53_rank_up{rank="0",node="a"} 1',
+        'glm53_rank_up{rank="1",node="b"} 0',
+    ):
+        assert line in lines
+
+
+def test_the_status_line_names_endpoint_or_reason() -> None:
+    """Prevents a `systemctl status` that says 'running' and nothing else."""
+    assert STATUS.line() == "serving, epoch 5: m at http://127.0.0.1:18888/v1"
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": "4"}, "4"),
+        ({"content": None, "reasoning": "2+2=4"}, "2+2=4"),
+        ({"content": "a", "reasoning_content": "b"}, "a\nb"),
+        ({"content": None}, ""),
+    ],
+)
+def test_a_reply_is_content_and_reasoning(message: dict[str, Any], text: str) -> None:
+    """Prevents a right answer that a reasoning parser moved from counting as silence."""
+    assert reply_text({"choices": [{"message": message}]}) == text
+
+
+def test_memory_and_its_holders_come_from_proc(tmp_path: Path) -> None:
+    """Prevents MemAvailable from being taken for what CUDA can have, and a refusal that names nobody."""
+    proc = tmp_path / "proc"
+    (proc / "sys/kernel/random").mkdir(parents=True)
+    (proc / "sys/kernel/random/boot_id").write_text("boot-7\n")
+    (proc / "meminfo").write_text(
+        "MemTotal: 127535032 kB\nMemFree:  43536875 kB\nMemAvailable: 121267814 kB\n"
+    )
+    for pid, name, kib in ((7, "gnome-shell", 1887436), (8, "sshd", 9000)):
+        (proc / str(pid)).mkdir()
+        (proc / str(pid) / "status").write_text(f"Name:\t{name}\nVmRSS:\t{kib} kB\n")
+    memory = read_memory(tmp_path)
+    assert (memory.free, memory.available) == (43536875 * 1024, 121267814 * 1024)
+    assert read_boot_id(tmp_path) == "boot-7"
+    assert largest_processes(tmp_path, 1) == ("gnome-shell (pid 7, 1.8 GiB)",)
