@@ -1,0 +1,151 @@
+"""Ansible filters: what the playbooks compute from the inventory and from what the nodes answered."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ansible.errors import AnsibleFilterError
+
+
+def glm53_path(relative: str) -> str:
+    """Return the absolute path of `relative` in this checkout, wherever the run was started."""
+    return str(Path(__file__).resolve().parents[2] / relative)
+
+
+def glm53_ip(interface: str) -> str:
+    """Return the address of `address/prefix`."""
+    return str(interface).split("/", maxsplit=1)[0]
+
+
+def glm53_nodes(hosts: list[str], hostvars: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return node.yaml's list of nodes, in the order of `hosts`, which is rank order."""
+    nodes = []
+    for host in hosts:
+        variables = hostvars[host]
+        management = variables.get("glm53_management_address") or variables.get("ansible_host") or host
+        fabric = [glm53_ip(rail["address"]) for rail in variables.get("glm53_fabric_rails") or []]
+        nodes.append({"node": str(host), "management": str(management), "fabric": fabric})
+    return nodes
+
+
+def glm53_targets(
+    workers: list[str], hostvars: Mapping[str, Any], netdevs: list[str], mtu: int
+) -> list[dict[str, Any]]:
+    """Return what the head probes: each worker's address on each rail, by a login too, as copying uses it.
+
+    `netdevs` are the head's own devices, in rail order.
+    """
+    return [
+        {
+            "node": str(worker),
+            "address": glm53_ip(rail["address"]),
+            "netdev": netdev,
+            "mtu": int(mtu),
+            "ssh": True,
+            "user": hostvars[worker]["ansible_facts"]["glm53_node"]["account"]["name"],
+            "port": int(hostvars[worker].get("ansible_port") or 22),
+        }
+        for worker in workers
+        for netdev, rail in zip(netdevs, hostvars[worker]["glm53_fabric_rails"], strict=True)
+    ]
+
+
+def glm53_known_hosts(workers: list[str], hostvars: Mapping[str, Any]) -> list[str]:
+    """Return known_hosts lines: each worker's own host key under its name and all of its addresses."""
+    lines = []
+    for worker in workers:
+        variables = hostvars[worker]
+        node = glm53_nodes([worker], hostvars)[0]
+        names = list(dict.fromkeys([str(worker), node["management"], *node["fabric"]]))
+        port = int(variables.get("ansible_port") or 22)
+        patterns = names if port == 22 else [f"[{name}]:{port}" for name in names]
+        lines.append(f"{','.join(patterns)} {variables['ansible_facts']['glm53_node']['host_key']}")
+    return lines
+
+
+def glm53_image_content(inspect: Mapping[str, Any] | None) -> str:
+    """Return an image's content id, empty for no image."""
+    if not inspect:
+        return ""
+    try:
+        from glm53_service.artifacts.content import image_content
+    except ImportError as error:
+        raise AnsibleFilterError(
+            f"Found: {sys.executable} cannot import glm53_service ({error}). Expected: Ansible runs from the"
+            " project's own environment. Fix: `make venv`, then .venv/bin/ansible-playbook"
+        ) from error
+    return image_content(inspect)
+
+
+def glm53_file_differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which of the head's files (glm53_manifest) a node lacks, has otherwise, or has beside them."""
+    ours, theirs = wanted["files"], found["files"]
+    missing = sorted(name for name in ours if name not in theirs)
+    differ = sorted(name for name in ours if name in theirs and dict(ours[name]) != dict(theirs[name]))
+    return {
+        "missing": missing,
+        "differ": differ,
+        "extra": sorted(name for name in theirs if name not in ours),
+        "same": not missing and not differ,
+        "bytes": sum(ours[name]["size"] for name in missing + differ),
+    }
+
+
+def glm53_foreign_rails(
+    rails: list[Mapping[str, Any]], definitions: list[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return which rails other netplan files define: `adopted` alike, or `conflicts` in words."""
+    adopted, conflicts = [], []
+    for rail in rails:
+        others = [d for d in definitions if d["netdev"] == rail["netdev"]]
+        wrong = [d for d in others if list(d["addresses"]) != [rail["address"]] or d["kind"] != "ethernets"]
+        conflicts += [
+            f"{d['file']} ({d['kind']}) gives {d['netdev']} {', '.join(d['addresses']) or 'no address'}, the"
+            f" inventory {rail['address']}"
+            for d in wrong
+        ]
+        if others and not wrong:
+            adopted.append(rail["netdev"])
+    return {"adopted": adopted, "conflicts": conflicts}
+
+
+def glm53_reasons(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]:
+    """Return, with the host's name, everything on any host that makes a restart of the pair necessary."""
+    return [f"{host}: {why}" for host in hosts for why in hostvars[host].get("node_restart_reasons", [])]
+
+
+def glm53_unset_rails(
+    rails: list[Mapping[str, Any]], netdevs: Mapping[str, Any], mtu: int
+) -> list[dict[str, Any]]:
+    """Return the rails, with their MTU, whose device does not have the address and MTU that it should."""
+    return [
+        {**rail, "mtu": int(mtu)}
+        for rail in rails
+        if rail["address"] not in netdevs.get(rail["netdev"], {}).get("addresses", [])
+        or netdevs[rail["netdev"]]["mtu"] != int(mtu)
+    ]
+
+
+class FilterModule:
+    """Names the filters for Ansible."""
+
+    def filters(self) -> dict[str, Callable[..., Any]]:
+        """Return filter name to function."""
+        return {
+            function.__name__: function
+            for function in (
+                glm53_path,
+                glm53_ip,
+                glm53_nodes,
+                glm53_targets,
+                glm53_known_hosts,
+                glm53_image_content,
+                glm53_file_differences,
+                glm53_foreign_rails,
+                glm53_reasons,
+                glm53_unset_rails,
+            )
+        }
