@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lab import cache, inventory, root
@@ -15,7 +15,7 @@ from lab.cgroups import Group, hierarchy
 from lab.debian import host_tree
 from lab.errors import LabError, UsageError
 from lab.image import image_tree
-from lab.machine import Machine, wait_until
+from lab.machine import DOCKER_SECONDS, SSH_SECONDS, Machine
 from lab.model import model_folder
 from lab.run import Completed, check_tools, run, say, step
 from lab.seed import plant, seed_folder
@@ -24,8 +24,10 @@ from lab.tree import BUILD_GROUP
 
 # Names like g5-a exist once a machine: which state folder they belong to.
 OWNER = Path("/run/glm53-lab")
-SSH_SECONDS = 60.0
-DOCKER_SECONDS = 120.0
+
+
+# What the cache holds: how the names of its entries begin.
+KINDS = ("host-tree-", "image-base-", "image-tree-", "docker-seed-", "model-", "downloads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class Lab:
             if record and record.complete:
                 if (record.hosts, record.suite) != (count, suite):
                     raise LabError(
-                        f"a lab of {record.hosts} hosts ({record.suite}) is up, {count} ({suite}) were asked for. "
+                        f"a lab of {record.hosts} hosts ({record.suite}) is up, not of {count} ({suite}). "
                         "Do: python3 -m lab down, then up again"
                     )
                 for host in everyone:
@@ -134,8 +136,8 @@ class Lab:
         _need_root()
         with self._locked():
             if self.record() is not None:
-                raise LabError("a lab is up, and its disks rest on the cache. Do: python3 -m lab down, then again")
-            cache.remove_tree(self.paths.cache)
+                raise LabError("a lab is up and its disks rest on the cache. Do: python3 -m lab down")
+            cache.clear(self.paths.cache, KINDS)
 
     def status(self) -> dict[str, object]:
         """The state of the lab and of each host, as data (what `status --json` prints)."""
@@ -153,12 +155,20 @@ class Lab:
     # -- one host ------------------------------------------------------------------------------------------
 
     def exec(
-        self, host: str, argv: Sequence[str], *, timeout: float = 120.0, check: bool = True, stdin: str | None = None
+        self,
+        host: str,
+        argv: Sequence[str],
+        *,
+        timeout: float = 120.0,
+        check: bool = True,
+        stdin: str | None = None,
     ) -> Completed:
         """Run `argv` as root in the host (see Machine.run)."""
         return self.machine(host).run(argv, timeout=timeout, check=check, stdin=stdin)
 
-    def docker(self, host: str, argv: Sequence[str], *, timeout: float = 120.0, check: bool = True) -> Completed:
+    def docker(
+        self, host: str, argv: Sequence[str], *, timeout: float = 120.0, check: bool = True
+    ) -> Completed:
         """Run `docker ARGV` in the host."""
         return self.exec(host, ["docker", *argv], timeout=timeout, check=check)
 
@@ -187,13 +197,11 @@ class Lab:
 
     def wait_ssh(self, host: str, timeout: float = SSH_SECONDS) -> None:
         """Return when the host's sshd answers on the management network."""
-        machine = self.machine(host)
-        wait_until(f"{machine.host.name}: ssh", timeout, machine.ssh_answers, f"Its log: {self.paths.log(machine.host)}")
+        self.machine(host).wait_ssh(timeout)
 
     def wait_docker(self, host: str, timeout: float = DOCKER_SECONDS) -> None:
         """Return when the host's Docker answers."""
-        machine = self.machine(host)
-        wait_until(f"{machine.host.name}: Docker", timeout, machine.docker_answers, "Do: journalctl -u docker inside")
+        self.machine(host).wait_docker(timeout)
 
     # -- cables --------------------------------------------------------------------------------------------
 
@@ -230,11 +238,12 @@ class Lab:
             yield
 
     def _claim(self) -> None:
-        """Note that the lab's names on this machine are this state folder's; LabError when another lab has them."""
+        """Take the lab's names on this machine for this state folder; LabError when another lab has them."""
         with contextlib.suppress(FileNotFoundError):
             other = Path(OWNER.read_text().strip())
             if other != self.paths.state and other.is_dir():
-                raise LabError(f"another lab is on this machine: {other}. Do: GLM53_LAB_STATE={other} python3 -m lab down")
+                hint = f"Do: GLM53_LAB_STATE={other} python3 -m lab down"
+                raise LabError(f"another lab is on this machine: {other}. {hint}")
         OWNER.write_text(f"{self.paths.state}\n")
 
     def _build(self, suite: Suite) -> tuple[Path, Path, Path]:
@@ -244,7 +253,7 @@ class Lab:
         return tree, seed_folder(self.paths, suite), model_folder(self.paths)
 
     def _create(self, everyone: tuple[Host, ...], suite: Suite) -> None:
-        self.paths.state.mkdir(parents=True)
+        self.paths.state.mkdir(parents=True, exist_ok=True)
         self._note(Record(len(everyone), suite, False))
         tree, seed, model = self._build(suite)
         root.make_keys(self.paths, everyone)
@@ -264,22 +273,23 @@ class Lab:
         machines = [Machine(self.paths, host, cables) for host in everyone]
         with step("ssh and Docker on every host"):
             for machine in machines:
-                log = f"Its log: {self.paths.log(machine.host)}"
-                wait_until(f"{machine.host.name}: ssh", SSH_SECONDS, machine.ssh_answers, log)
+                machine.wait_ssh()
             for machine in machines:
-                log = f"Its log: {self.paths.log(machine.host)}"
-                wait_until(f"{machine.host.name}: Docker", DOCKER_SECONDS, machine.docker_answers, log)
+                machine.wait_docker()
 
     def _note(self, record: Record) -> None:
         path = self.paths.state / "lab.json"
         part = path.with_suffix(".part")
-        part.write_text(
-            json.dumps({"hosts": record.hosts, "suite": str(record.suite), "complete": record.complete}) + "\n"
-        )
+        part.write_text(json.dumps(asdict(record)) + "\n")
         part.rename(path)
 
     def _clean(self) -> None:
         """Take away everything with the lab's own names, whatever state it is in."""
+        state = self.paths.state
+        if state.is_dir() and any(state.iterdir()) and not (state / "lab.json").exists():
+            raise LabError(
+                f"{state} holds something else than a lab. Do: set GLM53_LAB_STATE to a folder of its own"
+            )
         groups = [Group(hierarchy(), f"{PREFIX}-{host.letter}") for host in hosts(MAX_HOSTS)]
         groups.append(Group(hierarchy(), BUILD_GROUP))
         for group in groups:
@@ -287,20 +297,18 @@ class Lab:
             group.remove()
             with contextlib.suppress(OSError):
                 Path("/run/systemd/nspawn/propagate", group.name).rmdir()
-        for point in cache.mounts_below(self.paths.state):
+        for point in cache.mounts_below(state):
             run(["umount", str(point)])
         Cables(self.paths, hosts(MAX_HOSTS)).remove()
-        cache.remove_tree(self.paths.state)
+        cache.remove_tree(state)
         OWNER.unlink(missing_ok=True)
 
     def _host_status(self, host: Host, live: set[Port], pulled: set[Port]) -> dict[str, object]:
         machine = Machine(self.paths, host, self.cables)
-        running = machine.pid1() is not None
-        state = machine.run(["systemctl", "is-system-running"], check=False).stdout.strip() if running else "off"
         return {
             "name": host.name,
             "power": "on" if machine.on else "off",
-            "system": state,
+            "system": machine.system_state(),
             "management": host.management,
             "ssh": machine.ssh_answers(),
             "docker": machine.docker_answers(),

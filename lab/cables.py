@@ -1,7 +1,8 @@
-"""The lab's cables: where each end is plugged in, which ends carry a signal, and the links that make it so.
+"""The lab's cables: where each end is plugged in, which ends carry a signal, and the links that do so.
 
-Every netdev of a host is one end of a veth pair. The other ends live in the namespace `g5-cables`, in one bridge a
-network, so a cable is pulled without any administrative change in a host: its netdevs just lose carrier.
+Every netdev of a host is one end of a veth pair. The other ends live in the namespace `g5-cables`, in one
+bridge a network, so a cable is pulled without any administrative change in a host: it just loses carrier.
+Only one link of the lab is in the machine's own namespace: its firewall never sees traffic between hosts.
 """
 
 import fcntl
@@ -98,7 +99,8 @@ class Cables:
             mtu = 1500 if port.medium == MANAGEMENT else FABRIC_MTU
             lines += [
                 f"link add {port.link} mtu {mtu} type veth"
-                f" peer name {MEDIA[port.medium]} mtu 1500 address {host.mac(port.medium)} netns {host.machine}",
+                f" peer name {MEDIA[port.medium]} mtu 1500 address {host.mac(port.medium)}"
+                f" netns {host.machine}",
                 f"link set {port.link} master {_bridge(port.medium)}",
             ]
         _batch(lines, CABLES)
@@ -163,7 +165,11 @@ class Cables:
         shown = run(["ip", "-n", CABLES, "-o", "link"]).stdout.splitlines()
         there = {line.split()[1].rstrip(":").partition("@")[0] for line in shown}
         _batch(
-            (f"link set {p.link} {'up' if p in live else 'down'}" for p in ports(self.hosts) if p.link in there),
+            [
+                f"link set {port.link} {'up' if port in live else 'down'}"
+                for port in ports(self.hosts)
+                if port.link in there
+            ],
             CABLES,
         )
         for host in self.hosts:

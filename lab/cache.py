@@ -1,9 +1,10 @@
 """Things that are slow to make, kept under a name that is a hash of what they were made from."""
 
+import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from lab.errors import LabError
@@ -40,6 +41,18 @@ def ensure(target: Path, what: str, build: Callable[[Path], None]) -> Path:
     return target
 
 
+def clear(cache: Path, kinds: Iterable[str]) -> None:
+    """Remove the entries of these kinds, finished or not, and the folder itself if nothing else is in it."""
+    if not cache.is_dir():
+        return
+    starts = tuple(start for kind in kinds for start in (kind, UNFINISHED + kind))
+    for path in cache.iterdir():
+        if path.name.startswith(starts):
+            remove_tree(path)
+    with contextlib.suppress(OSError):
+        cache.rmdir()
+
+
 def remove_tree(path: Path) -> None:
     """Remove `path` and what is below it, if it exists; refuses to follow into another file system.
 
@@ -47,9 +60,9 @@ def remove_tree(path: Path) -> None:
     """
     if not path.exists():
         return
-    mounted = [m for m in mounts_below(path)]
+    mounted = mounts_below(path)
     if mounted:
-        raise LabError(f"{path}: {mounted[0]} is mounted. Do: umount {mounted[0]}, then the same command again")
+        raise LabError(f"{path}: {mounted[0]} is mounted. Do: umount {mounted[0]}, then again")
     shutil.rmtree(path)
 
 

@@ -1,8 +1,8 @@
 """One control group a host, so that all its processes can be found and ended, and nobody else's.
 
-Two layouts are known. *Unified*: cgroup v2 at /sys/fs/cgroup, as on a current Debian or Ubuntu with systemd. *Hybrid*:
-v1 controllers and a v2 tree without controllers at /sys/fs/cgroup/unified, with systemd's named v1 tree beside it.
-Only the hybrid layout has been run by the project so far; the unified one follows the kernel's and systemd's manuals.
+Two layouts are known. *Unified*: cgroup v2 at /sys/fs/cgroup, as on a current Debian or Ubuntu with systemd.
+*Hybrid*: v1 controllers and a v2 tree without controllers at /sys/fs/cgroup/unified, with systemd's named v1
+tree beside it. Only the hybrid layout has been run so far; the unified one follows the manuals.
 """
 
 import contextlib

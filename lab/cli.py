@@ -59,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LabError as error:
         say(str(error))
         return error.exit_code
+    except KeyboardInterrupt:
+        say("interrupted. The next `up` or `down` cleans up")
+        return 130
 
 
 def _do(lab: Lab, arguments: argparse.Namespace) -> int:

@@ -10,17 +10,45 @@ from lab.settings import ACCOUNT, ACCOUNT_UID, Paths, Suite
 from lab.tree import run_in
 
 # No python3-venv: what the product installs on a node must work without it.
-HOST_PACKAGES = (
-    "ca-certificates", "curl", "dbus", "docker.io", "ethtool", "iproute2", "iptables", "iputils-ping", "jq", "kmod",
-    "less", "netplan.io", "network-manager", "nftables", "openssh-server", "procps", "python3", "rsync", "sudo",
-    "systemd", "systemd-sysv", "tcpdump", "udev", "zstd",
-)  # fmt: skip
+HOST_PACKAGES = [
+    "ca-certificates",
+    "curl",
+    "dbus",
+    "docker.io",
+    "ethtool",
+    "iproute2",
+    "iptables",
+    "iputils-ping",
+    "jq",
+    "kmod",
+    "less",
+    "netplan.io",
+    "network-manager",
+    "nftables",
+    "openssh-server",
+    "procps",
+    "python3",
+    "rsync",
+    "sudo",
+    "systemd",
+    "systemd-sysv",
+    "tcpdump",
+    "udev",
+    "zstd",
+]
 
-IMAGE_PACKAGES = (
-    "ca-certificates", "iproute2", "libgomp1", "libnuma1", "procps", "python3", "python3-venv", "util-linux",
-)  # fmt: skip
+IMAGE_PACKAGES = [
+    "ca-certificates",
+    "iproute2",
+    "libgomp1",
+    "libnuma1",
+    "procps",
+    "python3",
+    "python3-venv",
+    "util-linux",
+]
 
-# Work of their own that a lab host must not begin by itself, and daemons that a Spark's owner would not see running.
+# Timers and NetworkManager go: a lab host begins no work of its own, and networkd has the management link.
 HOST_SCRIPT = f"""
 useradd --create-home --uid {ACCOUNT_UID} --user-group --groups adm,sudo --shell /bin/bash {ACCOUNT}
 printf '%s ALL=(ALL:ALL) NOPASSWD: ALL\\n' {ACCOUNT} >/etc/sudoers.d/90-{ACCOUNT}
@@ -42,18 +70,23 @@ def _mmdebstrap(paths: Paths, target: Path, suite: Suite, packages: Sequence[str
     """Make a tree of the suite's default mirror; downloaded packages are kept for the next time."""
     debs = paths.cache / "downloads" / f"debs-{suite}"
     debs.mkdir(parents=True, exist_ok=True)
-    leave_out = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*") if slim else ()
+    leave_out = [f"/usr/share/{folder}/*" for folder in ("doc", "man", "locale", "info")] if slim else []
+    archives = '"$1"/var/cache/apt/archives/'
     run(
         [
-            "mmdebstrap", "--mode=root", "--variant=minbase", f"--include={','.join(packages)}",
+            "mmdebstrap",
+            "--mode=root",
+            "--variant=minbase",
+            f"--include={','.join(packages)}",
             "--skip=essential/unlink,download/empty",
-            f"--setup-hook=mkdir -p \"$1\"/var/cache/apt/archives/ && cp -al {debs}/. \"$1\"/var/cache/apt/archives/",
-            f"--customize-hook=cp -aun \"$1\"/var/cache/apt/archives/*.deb {debs}/",
+            f"--setup-hook=mkdir -p {archives} && cp -al {debs}/. {archives}",
+            f"--customize-hook=cp -aun {archives}*.deb {debs}/",
             *(f"--dpkgopt=path-exclude={pattern}" for pattern in leave_out),
-            str(suite), str(target),
+            str(suite),
+            str(target),
         ],
         timeout=1800,
-    )  # fmt: skip
+    )
 
 
 def host_tree(paths: Paths, suite: Suite) -> Path:
@@ -64,9 +97,8 @@ def host_tree(paths: Paths, suite: Suite) -> Path:
         _mmdebstrap(paths, part, suite, HOST_PACKAGES, slim=False)
         run_in(part, HOST_SCRIPT)
 
-    return cache.ensure(
-        cache.entry(paths.cache, f"host-tree-{suite}", inputs), f"host tree ({suite}, {len(HOST_PACKAGES)} packages)", build
-    )
+    target = cache.entry(paths.cache, f"host-tree-{suite}", inputs)
+    return cache.ensure(target, f"host tree ({suite})", build)
 
 
 def image_base(paths: Paths, suite: Suite) -> Path:
@@ -79,4 +111,6 @@ def image_base(paths: Paths, suite: Suite) -> Path:
             shutil.rmtree(part / junk, ignore_errors=True)
             (part / junk).mkdir()
 
-    return cache.ensure(cache.entry(paths.cache, f"image-base-{suite}", inputs), f"image base ({suite})", build)
+    return cache.ensure(
+        cache.entry(paths.cache, f"image-base-{suite}", inputs), f"image base ({suite})", build
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lab import cache
 from lab.debian import image_base
+from lab.errors import LabError
 from lab.run import run
 from lab.settings import Paths, Suite
 from lab.tree import Bind, run_in
@@ -45,13 +46,22 @@ def local_wheels() -> list[Path]:
     return [Path(word) for word in os.environ.get("PIP_FIND_LINKS", "").split() if Path(word).is_dir()]
 
 
+def pinned(requirements: str, package: str) -> str:
+    """The version that the requirement file's text pins a package to; LabError when it does not."""
+    for line in requirements.splitlines():
+        name, _, version = line.partition("==")
+        if name == package:
+            return version.split()[0]
+    raise LabError(f"{REQUIREMENTS}: no line {package}==VERSION; expected one")
+
+
 def torch_index(requirements: str, folders: list[Path], python: str, machine: str) -> str:
     """The extra package index for torch: none when a local wheel is the pinned one, else GLM53_TORCH_INDEX.
 
     `python` is a wheel's tag such as cp311; PyTorch's own index is the default because builds for CPUs are
     not on the ordinary one.
     """
-    pin = next(line.removeprefix("torch==") for line in requirements.splitlines() if line.startswith("torch=="))
+    pin = pinned(requirements, "torch")
     wheels = [wheel for folder in folders for wheel in folder.glob(f"torch-{pin}-{python}-*{machine}.whl")]
     return "" if wheels else os.environ.get("GLM53_TORCH_INDEX", TORCH_INDEX)
 
@@ -102,7 +112,7 @@ def _tidy(tree: Path, folders: list[Path]) -> None:
 
 
 def pip_environment(folders: list[Path]) -> dict[str, str]:
-    """pip's settings inside a tree: local wheel folders and the machine's certificates where it has its own."""
+    """pip's settings inside a tree: local wheel folders, and the machine's certificates if it has its own."""
     env = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", "HOME": "/root"}
     if folders:
         env["PIP_FIND_LINKS"] = " ".join(str(folder) for folder in folders)

@@ -20,7 +20,8 @@ def dump(value: Yaml, indent: int = 0) -> str:
     if isinstance(value, dict) and value:
         for name, item in value.items():
             nested = isinstance(item, dict | list) and item
-            lines.append(f"{pad}{_scalar(name)}:{chr(10) + dump(item, indent + 1) if nested else ' ' + _scalar(item)}")
+            text = f"\n{dump(item, indent + 1)}" if nested else f" {_scalar(item)}"
+            lines.append(f"{pad}{_scalar(name)}:{text}")
         return "\n".join(lines)
     if isinstance(value, list) and value:
         for item in value:
@@ -90,8 +91,8 @@ def group_variables(ssh: Path) -> dict[str, Yaml]:
 
 
 COMMENTS = {
-    "glm53_api_without_key": "The lab's networks reach no further than this machine, so the API is open without a key.",
-    "glm53_vllm": "Float32 and eager: two cores start faster so, and greedy answers are the same on every run.",
+    "glm53_api_without_key": "The lab's networks end on this machine, so its API may be open without a key.",
+    "glm53_vllm": "Float32 and eager: quick to start on two cores, and greedy answers never differ.",
 }
 
 

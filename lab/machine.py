@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -17,16 +18,27 @@ from lab.settings import Host, Paths
 
 BOOT_SECONDS = 20.0
 POWER_OFF_SECONDS = 120.0
+SSH_SECONDS = 60.0
+DOCKER_SECONDS = 120.0
 POLL_SECONDS = 0.05
 
 
 def wait_until(what: str, budget: float, check: Callable[[], bool], hint: str = "") -> None:
-    """Return as soon as `check` is true; raises LabError naming `what` when it is not within `budget` seconds."""
+    """Return as soon as `check` is true; raises LabError, naming `what`, after `budget` seconds."""
     deadline = time.monotonic() + budget
     while not check():
         if time.monotonic() > deadline:
             raise LabError(f"{what}: not within {budget:g} s. {hint}".rstrip())
         time.sleep(POLL_SECONDS)
+
+
+def _number_inside(pid: int) -> int | None:
+    """A process's id in its own pid namespace, or None when it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    return next((int(line.split()[-1]) for line in status.splitlines() if line.startswith("NSpid:")), None)
 
 
 class Machine:
@@ -45,8 +57,9 @@ class Machine:
 
     def pid1(self) -> int | None:
         """The process id of its init on this machine, or None when it is off or only beginning to boot."""
+        # Its scope also shows processes that it has just forked for units: the number inside tells.
         found = self.group.processes("host/payload/init.scope")
-        return found[0] if found else None
+        return next((pid for pid in found if _number_inside(pid) == 1), None)
 
     def power_on(self) -> bool:
         """Press its power button; returns once its init runs. False when it was on already."""
@@ -133,8 +146,8 @@ class Machine:
     ) -> Completed:
         """Run `argv` as root inside, independent of its networks; exit code and output are the command's own.
 
-        Raises CommandError when it fails (unless `check` is false) or runs longer than `timeout` seconds; then it
-        and all it started are killed. What it leaves running in the background lives on, and dies with the host.
+        Raises CommandError when it fails (unless `check` is false) or runs longer than `timeout` seconds;
+        then it and all it started are killed. What it leaves in the background lives on until the host dies.
         """
         process = self._popen(argv, capture=True, stdin=stdin)
         try:
@@ -142,7 +155,8 @@ class Machine:
         except subprocess.TimeoutExpired as error:
             self._kill_child(process.pid)
             process.communicate()
-            raise CommandError(f"{self.host.name}: still running after {timeout:g} s, ended: {argv}", 124) from error
+            message = f"{self.host.name}: still running after {timeout:g} s, ended: {shlex.join(argv)}"
+            raise CommandError(message, 124) from error
         finally:
             self._drop_child(process.pid)
         result = Completed(returncode=exit_code(process.returncode), stdout=stdout, stderr=stderr)
@@ -172,6 +186,22 @@ class Machine:
             return False
         return self.run(["docker", "version"], check=False, timeout=20).returncode == 0
 
+    def wait_ssh(self, budget: float = SSH_SECONDS) -> None:
+        """Return when its sshd answers on the management network."""
+        log = f"Its console: {self.paths.log(self.host)}"
+        wait_until(f"{self.host.name}: ssh", budget, self.ssh_answers, log)
+
+    def wait_docker(self, budget: float = DOCKER_SECONDS) -> None:
+        """Return when its Docker daemon answers."""
+        log = f"Do: python3 -m lab exec {self.host.name} -- journalctl -u docker"
+        wait_until(f"{self.host.name}: Docker", budget, self.docker_answers, log)
+
+    def system_state(self) -> str:
+        """What `systemctl is-system-running` says inside, or `off`."""
+        if self.pid1() is None:
+            return "off"
+        return self.run(["systemctl", "is-system-running"], check=False).stdout.strip()
+
     def answers_ping(self) -> bool:
         """Whether its management address answers one ping within a second."""
         argv = ["ping", "-n", "-c", "1", "-W", "1", self.host.management]
@@ -183,7 +213,9 @@ class Machine:
             raise LabError(f"{self.host.name} is off. Do: lab power-on {self.host.name}")
         return pid
 
-    def _popen(self, argv: Sequence[str], *, capture: bool, stdin: str | None = None) -> subprocess.Popen[str]:
+    def _popen(
+        self, argv: Sequence[str], *, capture: bool, stdin: str | None = None
+    ) -> subprocess.Popen[str]:
         source = subprocess.PIPE if stdin is not None else subprocess.DEVNULL
         pipe = subprocess.PIPE if capture else None
         return subprocess.Popen(

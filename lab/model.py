@@ -7,11 +7,16 @@ from lab.image import HERE, image_tree, local_wheels, pip_binds, pip_environment
 from lab.settings import Paths
 from lab.tree import Bind, run_in
 
-SOURCES = ("files/model-build.sh", "files/convert_model.py", "requirements/model.txt", "requirements/model-tools.txt")
+SOURCES = (
+    "files/model-build.sh",
+    "files/convert_model.py",
+    "requirements/model.txt",
+    "requirements/model-tools.txt",
+)
 
 
 def model_folder(paths: Paths) -> Path:
-    """The model as safetensors with tokenizer and chat template, built on first use (needs the image tree)."""
+    """The model as safetensors with tokenizer and chat template, built on first use."""
     inputs = [(HERE / source).read_text() for source in SOURCES]
 
     def build(part: Path) -> None:

@@ -1,7 +1,7 @@
 """The RoCE tree of a virtual Spark: what /sys/class/infiniband shows, made from a small data model.
 
-File names and formats are the kernel's (Documentation/ABI/stable/sysfs-class-infiniband). Only what a reader of facts
-opens is there; nothing behind it can carry RDMA.
+File names and formats are the kernel's (Documentation/ABI/stable/sysfs-class-infiniband). Only what a reader
+of facts opens is there; nothing behind it can carry RDMA.
 """
 
 import ipaddress
@@ -27,7 +27,7 @@ class Gid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One RDMA device with one Ethernet port. `table_size` is how many GID files it has (the empty ones too)."""
+    """One RDMA device with one Ethernet port; `table_size` counts its GID files, the empty ones too."""
 
     name: str
     netdev: str
@@ -84,7 +84,8 @@ def spark_devices(host: Host) -> tuple[Device, ...]:
     for rail in RAILS:
         local = link_local_gid(host.mac(rail.number))
         routed = ipv4_gid(host.fabric(rail.number))
-        entries = [(0, local, V1), (1, local, V2), (host.gid_index - 1, routed, V1), (host.gid_index, routed, V2)]
+        last = host.gid_index
+        entries = [(0, local, V1), (1, local, V2), (last - 1, routed, V1), (last, routed, V2)]
         gids = tuple(Gid(index, gid, kind, rail.netdev) for index, gid, kind in entries)
         devices.append(Device(name=rail.rdma, netdev=rail.netdev, gids=gids))
     return tuple(devices)

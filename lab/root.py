@@ -14,7 +14,7 @@ SYS_INSIDE = "/usr/lib/glm53-lab/sys"
 
 
 def create(paths: Paths, host: Host, tree: Path) -> None:
-    """Mount the host's overlay and write its identity, keys, network and doubles. Needs the lab's ssh keys."""
+    """Mount the host's overlay and write its identity, ssh keys (made before), network and doubles."""
     base = paths.host(host)
     for name in ("upper", "work", "root", "docker", "sys"):
         (base / name).mkdir(parents=True)

@@ -91,7 +91,8 @@ def run(
 def failed(argv: Sequence[str], result: Completed) -> CommandError:
     """The error for a program that ended with another exit code than 0: command, code, last lines it said."""
     said = "\n".join((result.stderr.strip() or result.stdout.strip()).splitlines()[-12:])
-    return CommandError(f"exit code {result.returncode}: {shlex.join(argv)}\n{said}".rstrip(), result.returncode)
+    message = f"exit code {result.returncode}: {shlex.join(argv)}\n{said}"
+    return CommandError(message.rstrip(), result.returncode)
 
 
 def install_hint(tools: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The process that keeps one host running: it starts systemd-nspawn, again after each reboot, and tidies its links.
+"""The process that keeps one host running: starts systemd-nspawn, again after a reboot, and minds its links.
 
 Usage: python3 -m lab.runner LETTER HOSTS (started by `power-on`, in the host's own cgroup).
 """
@@ -20,12 +20,25 @@ def nspawn(paths: Paths, host: Host) -> list[str]:
     """The command that boots the host in the foreground."""
     base = paths.host(host)
     return [
-        "systemd-nspawn", "--quiet", "--directory", str(paths.root(host)), "--boot", "--register=no", "--keep-unit",
-        "--console=pipe", f"--network-namespace-path=/run/netns/{host.machine}",
-        f"--bind={base / 'docker'}:/var/lib/docker", f"--bind-ro={base / 'sys'}:{SYS_INSIDE}",
-        "--capability=all", "--system-call-filter=@keyring bpf", f"--hostname={host.name}",
-        f"--machine={host.machine}", "--link-journal=no", "--resolv-conf=off", "--timezone=off",
-    ]  # fmt: skip
+        "systemd-nspawn",
+        "--quiet",
+        "--directory",
+        str(paths.root(host)),
+        "--boot",
+        "--register=no",
+        "--keep-unit",
+        "--console=pipe",
+        f"--network-namespace-path=/run/netns/{host.machine}",
+        f"--bind={base / 'docker'}:/var/lib/docker",
+        f"--bind-ro={base / 'sys'}:{SYS_INSIDE}",
+        "--capability=all",
+        "--system-call-filter=@keyring bpf",
+        f"--hostname={host.name}",
+        f"--machine={host.machine}",
+        "--link-journal=no",
+        "--resolv-conf=off",
+        "--timezone=off",
+    ]
 
 
 def main(letter: str, count: int) -> int:

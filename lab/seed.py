@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from lab import cache
+from lab.debian import host_tree
 from lab.errors import LabError
 from lab.image import CHANGES, HERE, image_tree
 from lab.run import run
 from lab.settings import IMAGE, Paths, Suite
-from lab.debian import host_tree
 from lab.tree import Bind, run_in
 
 DAEMON_JSON = HERE / "files" / "daemon.json"
@@ -35,11 +35,12 @@ def seed_folder(paths: Paths, suite: Suite) -> Path:
             timeout=900,
         )
 
-    return cache.ensure(cache.entry(paths.cache, f"docker-seed-{suite}", inputs), "import of the engine image", build)
+    target = cache.entry(paths.cache, f"docker-seed-{suite}", inputs)
+    return cache.ensure(target, "import of the engine image", build)
 
 
 def plant(seed: Path, docker: Path) -> None:
-    """Make `docker` a copy of the seed. Layers are hard links (Docker never writes into one); the rest is copied.
+    """Make `docker` a copy of the seed: layers as hard links (Docker never writes into one), the rest copied.
 
     Raises LabError when the two folders are not on one file system.
     """

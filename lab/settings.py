@@ -76,7 +76,7 @@ class Host:
 
     @property
     def gid_index(self) -> int:
-        """Where its RoCE v2 IPv4 GID sits: 3 on the first host, 5 on the second, ... (they differ in the field)."""
+        """Where its RoCE v2 IPv4 GID sits: 3 on the first host, 5 on the second (both occur)."""
         return 3 + 2 * self.index
 
     def mac(self, medium: int) -> str:

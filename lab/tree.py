@@ -22,8 +22,10 @@ class Bind:
 
 
 def nspawn_environment() -> dict[str, str]:
-    """What systemd-nspawn reads from its environment: cgroup v2 inside, /sys writable only for the network."""
-    return environment({"SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1", "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network"})
+    """What systemd-nspawn reads from its environment: cgroup v2 inside, /sys writable for the network."""
+    return environment(
+        {"SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1", "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network"}
+    )
 
 
 def run_in(
@@ -38,20 +40,33 @@ def run_in(
 ) -> Completed:
     """Run a shell script as root in `tree`, with the machine's network if `network`.
 
-    With `throw_away` what it writes outside writable binds is dropped. Raises CommandError when it fails. All its
-    processes are in the lab's build cgroup and are gone when this returns.
+    With `throw_away` what it writes outside writable binds is dropped. Raises CommandError when it fails. All
+    its processes are in the lab's build cgroup and are gone when this returns.
     """
     inside = {name: os.environ[name] for name in PASSED_ON if name in os.environ} | dict(env or {})
     argv = [
-        "systemd-nspawn", "--quiet", "--directory", str(tree), "--as-pid2", "--register=no", "--keep-unit",
-        "--console=pipe", "--link-journal=no", "--timezone=off", f"--machine={BUILD_GROUP}", "--capability=all",
-        "--system-call-filter=@keyring bpf", f"--resolv-conf={'replace-host' if network else 'off'}",
+        "systemd-nspawn",
+        "--quiet",
+        "--directory",
+        str(tree),
+        "--as-pid2",
+        "--register=no",
+        "--keep-unit",
+        "--console=pipe",
+        "--link-journal=no",
+        "--timezone=off",
+        f"--machine={BUILD_GROUP}",
+        "--capability=all",
+        "--system-call-filter=@keyring bpf",
+        f"--resolv-conf={'replace-host' if network else 'off'}",
         *([] if network else ["--private-network"]),
         *(["--volatile=overlay"] if throw_away else []),
         *(f"--bind{'' if b.writable else '-ro'}={b.outside}:{b.inside}" for b in binds),
         *(f"--setenv={name}={value}" for name, value in inside.items()),
-        "/bin/sh", "-euc", script,
-    ]  # fmt: skip
+        "/bin/sh",
+        "-euc",
+        script,
+    ]
     group = Group(hierarchy(), BUILD_GROUP)
     group.kill()
     group.create()

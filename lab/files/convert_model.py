@@ -1,7 +1,8 @@
 """Run inside the engine image's tree: turn the GGUF file into safetensors that two ranks can divide.
 
-SmolLM2-135M has 9 query and 3 key/value heads, which no even tensor parallel size divides. Padded with zeros to 12
-and 4 it computes the same: a padded query head attends to a padded key/value head, and its output meets zero columns.
+SmolLM2-135M has 9 query and 3 key/value heads, which no even tensor parallel size divides. Padded with zeros
+to 12 and 4 it computes the same: a padded query head attends to a padded key/value head, and its output meets
+zero columns.
 
 Usage: convert_model.py FOLDER-OF-GGUF GGUF-NAME TARGET
 """
@@ -10,9 +11,9 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch  # type: ignore[import-not-found]
+from safetensors.torch import save_file  # type: ignore[import-not-found]
+from transformers import AutoModelForCausalLM, AutoTokenizer  # type: ignore[import-not-found]
 
 QUERY_HEADS = 12
 KEY_VALUE_HEADS = 4
@@ -31,8 +32,8 @@ def main(source: str, name: str, target: Path) -> None:
     config = model.config
     head_dim = config.hidden_size // config.num_attention_heads
     group = config.num_attention_heads // config.num_key_value_heads
-    if head_dim != 64 or QUERY_HEADS // KEY_VALUE_HEADS != group:
-        raise SystemExit(f"{name}: head size {head_dim} and {group} query heads a key/value head; expected 64 and 3")
+    if (head_dim, group) != (64, QUERY_HEADS // KEY_VALUE_HEADS):
+        raise SystemExit(f"{name}: head size {head_dim}, {group} query heads a key/value head; not 64 and 3")
     sizes = {
         "q_proj.weight": (QUERY_HEADS * head_dim, 0),
         "k_proj.weight": (KEY_VALUE_HEADS * head_dim, 0),
@@ -48,7 +49,8 @@ def main(source: str, name: str, target: Path) -> None:
         state.pop("lm_head.weight", None)
 
     target.mkdir(parents=True, exist_ok=True)
-    save_file({key: value.contiguous() for key, value in state.items()}, target / "model.safetensors", {"format": "pt"})
+    tensors = {key: value.contiguous() for key, value in state.items()}
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
     config.architectures = [type(model).__name__]
     config.num_attention_heads = QUERY_HEADS
     config.num_key_value_heads = KEY_VALUE_HEADS
