@@ -32,3 +32,9 @@ def test_without_a_v2_tree_it_says_what_to_mount() -> None:
     """Prevents a lab that starts without any way to end its processes."""
     with pytest.raises(LabError, match="mount -t cgroup2"):
         detect(HYBRID.replace("cgroup2 cgroup2", "tmpfs tmpfs"))
+
+
+def test_a_second_v2_mount_elsewhere_is_not_the_place() -> None:
+    """Prevents hosts' cgroups in some tool's private view of the tree instead of the machine's own."""
+    other = "29 24 0:27 /sub /run/tool/cgroup rw - cgroup2 cgroup2 rw\n"
+    assert detect(other + UNIFIED) == Hierarchy(Path("/sys/fs/cgroup"))
