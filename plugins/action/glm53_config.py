@@ -29,7 +29,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         problems: list[str] = []
         settings: dict[str, Any] = {}
         try:
-            settings = dump(load_settings(self._task.args["settings"], "settings.yaml (from your inventory)"))
+            if text := self._task.args["settings"]:  # only the head has settings
+                settings = dump(load_settings(text, "settings.yaml (from your inventory)"))
         except ConfigError as error:
             problems.append(str(error))
         try:

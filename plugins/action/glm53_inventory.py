@@ -164,8 +164,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         unfilled = [p for host, variables in raw.items() for p in placeholder_problems(host, variables)]
         if unfilled:
             folders = [Path(str(v["inventory_dir"])) for v in raw.values() if v.get("inventory_dir")]
-            problems += [f"{p}; expected your own value" for p in unfilled]
-            problems += [f"fill in {line}" for line in placeholder_lines(folders)]
+            lines = [f"fill in {line}" for line in placeholder_lines(folders)]
+            problems += lines or [f"{p}; expected your own value" for p in unfilled]
         known = known_names(Path(__file__).resolve().parents[2])
         names = {n: None for variables in raw.values() for n in variables if isinstance(n, str)}
         problems += unknown_names(names, known)

@@ -45,7 +45,7 @@ def glm53_targets(
             "netdev": netdev,
             "mtu": int(mtu),
             "ssh": True,
-            "user": hostvars[worker]["ansible_facts"]["glm53_node"]["account"]["name"],
+            "user": hostvars[worker]["__glm53_found"]["account"]["name"],
             "port": int(hostvars[worker].get("ansible_port") or 22),
         }
         for worker in workers
@@ -62,7 +62,7 @@ def glm53_known_hosts(workers: list[str], hostvars: Mapping[str, Any]) -> list[s
         names = list(dict.fromkeys([str(worker), node["management"], *node["fabric"]]))
         port = int(variables.get("ansible_port") or 22)
         patterns = names if port == 22 else [f"[{name}]:{port}" for name in names]
-        lines.append(f"{','.join(patterns)} {variables['ansible_facts']['glm53_node']['host_key']}")
+        lines.append(f"{','.join(patterns)} {variables['__glm53_found']['host_key']}")
     return lines
 
 

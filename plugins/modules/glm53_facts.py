@@ -22,7 +22,7 @@ from ansible.module_utils.basic import AnsibleModule
 DOCUMENTATION = """
 module: glm53_facts
 short_description: Read what a GLM-5.3 node is and has
-description: Returns one fact, glm53_node. Reads only; needs root for the docker socket and netplan's files.
+description: Reads only. Needs root for the docker socket and for netplan's files.
 options:
   image: {description: "Image reference to look up in docker.", type: str, default: ""}
   model_dir: {description: "Directory whose file system is measured.", type: str, default: ""}
@@ -229,7 +229,7 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    module.exit_json(changed=False, ansible_facts={"glm53_node": collect(**module.params)})
+    module.exit_json(changed=False, found=collect(**module.params))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ def decide(
 ) -> str:
     """Return what a request comes to: acquired, renewed, taken_over, released, free or held."""
     mine = holder is not None and holder.get("run_id") == run_id
+    if state == "absent":
+        return "released" if mine else "free"
     open_to_take = (
         holder is None
         or mine
@@ -48,8 +50,6 @@ def decide(
         return "held"
     if state == "query":
         return "free"
-    if state == "absent":
-        return "released" if mine else "free"
     if mine:
         return "renewed"
     return "acquired" if holder is None else "taken_over"

@@ -63,8 +63,18 @@ def query(root: Path, release: str, link: Path) -> dict[str, Any]:
 
 def run(argv: list[str]) -> None:
     """Run one installation step; RuntimeError with its own words when it fails."""
+    # A PYTHONPATH would make pip take what lies there for installed.
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))
+    }
     done = subprocess.run(
-        argv, capture_output=True, text=True, timeout=600, check=False, stdin=subprocess.DEVNULL
+        argv,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env=environment,
     )
     if done.returncode != 0:
         raise RuntimeError(
@@ -80,7 +90,10 @@ def install(folder: Path, release: str, wheelhouse: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="glm53-wheels-") as name:
         wheels = Path(name)
         with tarfile.open(wheelhouse) as archive:
-            archive.extractall(wheels, filter="data")
+            # One flat folder of wheels. (extractall's filter is newer than Debian 12's Python.)
+            for member in archive:
+                if member.isfile() and "/" not in member.name:
+                    archive.extract(member, wheels)
         installer = next(wheels.glob("pip-*.whl"))
         package = next(wheels.glob("glm53_service-*.whl"))
         # Debian's venv without ensurepip is all that a node without python3-venv has.
