@@ -17,10 +17,9 @@ from lab.errors import LabError, UsageError
 from lab.image import image_tree
 from lab.machine import DOCKER_SECONDS, SSH_SECONDS, Machine
 from lab.model import model_folder
-from lab.run import Completed, check_tools, run, say, step
+from lab.run import Completed, check_tools, run, say, step, work_group
 from lab.seed import plant, seed_folder
 from lab.settings import MAX_HOSTS, MODEL_DIR, PREFIX, RAILS, Host, Paths, Suite, find_host, find_rail, hosts
-from lab.tree import BUILD_GROUP
 
 # Names like g5-a exist once a machine: which state folder they belong to.
 OWNER = Path("/run/glm53-lab")
@@ -235,7 +234,19 @@ class Lab:
             except BlockingIOError:
                 say("another lab command is at work; waiting for it")
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+            self._end_work()
+            try:
+                yield
+            finally:
+                self._end_work()
+
+    def _end_work(self) -> None:
+        """End what a verb that was killed left running, and drop the cgroup of the verbs' own work."""
+        group = work_group()
+        group.kill()
+        group.remove()
+        with contextlib.suppress(OSError):
+            Path("/run/systemd/nspawn/propagate", group.name).rmdir()
 
     def _claim(self) -> None:
         """Take the lab's names on this machine for this state folder; LabError when another lab has them."""
@@ -291,7 +302,6 @@ class Lab:
                 f"{state} holds something else than a lab. Do: set GLM53_LAB_STATE to a folder of its own"
             )
         groups = [Group(hierarchy(), f"{PREFIX}-{host.letter}") for host in hosts(MAX_HOSTS)]
-        groups.append(Group(hierarchy(), BUILD_GROUP))
         for group in groups:
             group.kill()
             group.remove()

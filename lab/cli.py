@@ -110,8 +110,7 @@ def _status(lab: Lab, *, as_json: bool) -> int:
     elif not status["up"]:
         print("no lab is up")
     else:
-        for line in _lines(status):
-            print(line)
+        print("\n".join(_lines(status)))
     return 0 if status["up"] else NOT_UP
 
 

@@ -86,6 +86,7 @@ def _mmdebstrap(paths: Paths, target: Path, suite: Suite, packages: Sequence[str
             str(target),
         ],
         timeout=1800,
+        contained=True,
     )
 
 

@@ -74,7 +74,7 @@ def image_tree(paths: Paths) -> Path:
     inputs = [base.name, requirements, script, STRIPPED]
 
     def build(part: Path) -> None:
-        run(["cp", "-a", f"{base}/.", str(part)], timeout=600)
+        run(["cp", "-a", f"{base}/.", str(part)], timeout=600, contained=True)
         folders = local_wheels()
         wheels = wheel_folder(paths)
         python = (part / "usr/bin/python3").readlink().name.replace("python", "cp").replace(".", "")
@@ -93,7 +93,7 @@ def image_tree(paths: Paths) -> Path:
         _tidy(part, folders)
         for name in STRIPPED:
             for library in (part / "opt/vllm/lib").glob(f"python3.*/site-packages/{name}"):
-                run(["strip", "--strip-unneeded", str(library)], timeout=300)
+                run(["strip", "--strip-unneeded", str(library)], timeout=300, contained=True)
 
     return cache.ensure(cache.entry(paths.cache, "image-tree", inputs), "engine image tree", build)
 

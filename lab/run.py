@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from lab.cgroups import Group, hierarchy
 from lab.errors import CommandError, LabError
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+WORK_GROUP = "g5-work"
 # What a program needs to reach package mirrors on a machine with a proxy or its own certificate authority.
 PASSED_ON = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
@@ -60,8 +62,12 @@ def run(
     check: bool = True,
     stdin: str | None = None,
     env: Mapping[str, str] | None = None,
+    contained: bool = False,
 ) -> Completed:
     """Run `argv` to its end within `timeout` seconds and return its output.
+
+    A program that takes seconds is to run `contained`: in the cgroup of the lab's own work, where the next
+    verb finds and ends it when this process was killed and left it behind.
 
     Raises CommandError when it fails (unless `check` is false) or runs out of time, LabError when it is not
     installed. The message can be pasted into a shell.
@@ -76,6 +82,7 @@ def run(
             errors="replace",
             timeout=timeout,
             env=environment(env),
+            preexec_fn=_join_work if contained else None,
             check=False,
         )
     except FileNotFoundError as error:
@@ -86,6 +93,15 @@ def run(
     if check and result.returncode != 0:
         raise failed(argv, result)
     return result
+
+
+def work_group() -> Group:
+    """The cgroup of what the verbs themselves run, hosts apart."""
+    return Group(hierarchy(), WORK_GROUP)
+
+
+def _join_work() -> None:
+    work_group().join("run")
 
 
 def failed(argv: Sequence[str], result: Completed) -> CommandError:

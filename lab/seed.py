@@ -50,4 +50,8 @@ def plant(seed: Path, docker: Path) -> None:
             "Do: set GLM53_LAB_CACHE and GLM53_LAB_STATE to folders on the same one"
         )
     for entry in sorted(seed.iterdir()):
-        run(["cp", "-al" if entry.name == "overlay2" else "-a", str(entry), str(docker)], timeout=300)
+        run(
+            ["cp", "-al" if entry.name == "overlay2" else "-a", str(entry), str(docker)],
+            timeout=300,
+            contained=True,
+        )

@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.cgroups import Group, hierarchy
-from lab.run import PASSED_ON, Completed, environment, exit_code, failed
-
-BUILD_GROUP = "g5-build"
+from lab.run import PASSED_ON, WORK_GROUP, Completed, environment, exit_code, failed, work_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ def run_in(
         "--console=pipe",
         "--link-journal=no",
         "--timezone=off",
-        f"--machine={BUILD_GROUP}",
+        f"--machine={WORK_GROUP}",
         "--capability=all",
         "--system-call-filter=@keyring bpf",
         f"--resolv-conf={'replace-host' if network else 'off'}",
@@ -67,8 +64,7 @@ def run_in(
         "-euc",
         script,
     ]
-    group = Group(hierarchy(), BUILD_GROUP)
-    group.kill()
+    group = work_group()
     group.create()
     try:
         # preexec_fn: the lab's process has no threads, and nspawn must be in its cgroup before it begins.
