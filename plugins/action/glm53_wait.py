@@ -10,11 +10,8 @@ from typing import Any
 from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 
-FINAL_STATES = ("gave_up", "stopped")
-"""States that no waiting mends: the supervisor ended itself, or the unit is down."""
-
-STARTUP_SECONDS = 20
-"""A unit that was only just started may still be called stopped for so long."""
+STOPPED_SECONDS = 20
+"""A unit that was only just started, or that systemd restarts, is stopped for less; longer, it is down."""
 
 
 def line_of(status: dict[str, Any]) -> str:
@@ -28,13 +25,14 @@ def phase_of(status: dict[str, Any]) -> str:
     return "".join(c for c in line_of(status) if not c.isdigit())
 
 
-def verdict(status: dict[str, Any], waited: float, budget: float) -> str:
-    """Return serving, wait, dead (waiting is no use) or late (the budget is spent)."""
+def verdict(status: dict[str, Any], stopped: float, waited: float, budget: float) -> str:
+    """Return serving, wait, dead (waiting is no use) or late (the budget is spent).
+
+    `stopped`: for how many seconds the unit has been down without a break.
+    """
     if status.get("ready") is True and status.get("state") == "serving":
         return "serving"
-    if status.get("state") in FINAL_STATES and waited > STARTUP_SECONDS:
-        return "dead"
-    if status.get("state") == "gave_up":
+    if status.get("state") == "gave_up" or stopped > STOPPED_SECONDS:
         return "dead"
     return "late" if waited > budget else "wait"
 
@@ -53,10 +51,13 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             float(self._task.args.get("delay_seconds", 2)),
         )
         start, phase = time.monotonic(), ""
+        up = start
         while True:
             status = self._status()
-            waited = time.monotonic() - start
-            outcome = verdict(status, waited, budget)
+            now = time.monotonic()
+            waited = now - start
+            up = up if status.get("state") == "stopped" else now
+            outcome = verdict(status, now - up, waited, budget)
             if outcome == "serving":
                 return {"changed": False, "status": status, "waited_seconds": round(waited)}
             if outcome != "wait":

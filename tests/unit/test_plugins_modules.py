@@ -208,21 +208,23 @@ def test_missing_addresses_are_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "waited", "expected"),
+    ("status", "stopped", "waited", "expected"),
     [
-        ({"state": "serving", "ready": True}, 5, "serving"),
-        ({"state": "serving", "ready": False}, 5, "wait"),
-        ({"state": "starting", "ready": False}, 5, "wait"),
-        ({"state": "stopped", "ready": False}, 5, "wait"),
-        ({"state": "stopped", "ready": False}, 25, "dead"),
-        ({"state": "gave_up", "ready": False}, 1, "dead"),
-        ({"state": "starting", "ready": False}, 101, "late"),
-        ({}, 5, "wait"),
+        ({"state": "serving", "ready": True}, 0, 5, "serving"),
+        ({"state": "serving", "ready": False}, 0, 5, "wait"),
+        ({"state": "starting", "ready": False}, 0, 5, "wait"),
+        ({"state": "stopped", "ready": False}, 5, 95, "wait"),
+        ({"state": "stopped", "ready": False}, 25, 25, "dead"),
+        ({"state": "gave_up", "ready": False}, 0, 1, "dead"),
+        ({"state": "starting", "ready": False}, 0, 101, "late"),
+        ({}, 0, 5, "wait"),
     ],
 )
-def test_waiting_ends_when_it_is_no_use(status: dict[str, Any], waited: float, expected: str) -> None:
-    """Defect: a playbook waits ninety minutes for a unit that is down, or calls a unit dead that only starts."""
-    assert wait.verdict(status, waited, 100) == expected
+def test_waiting_ends_when_it_is_no_use(
+    status: dict[str, Any], stopped: float, waited: float, expected: str
+) -> None:
+    """Defect: it waits ninety minutes for a unit that is down, or calls one dead that only restarts."""
+    assert wait.verdict(status, stopped, waited, 100) == expected
 
 
 def test_a_counting_reason_is_one_phase() -> None:
