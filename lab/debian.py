@@ -37,6 +37,9 @@ HOST_PACKAGES = [
     "zstd",
 ]
 
+# What a suite has in a package of its own: the docker command line since trixie.
+SUITE_PACKAGES: dict[Suite, list[str]] = {Suite.BOOKWORM: [], Suite.TRIXIE: ["docker-cli"]}
+
 IMAGE_PACKAGES = [
     "ca-certificates",
     "iproute2",
@@ -92,10 +95,11 @@ def _mmdebstrap(paths: Paths, target: Path, suite: Suite, packages: Sequence[str
 
 def host_tree(paths: Paths, suite: Suite) -> Path:
     """The hosts' root tree (read-only below their overlays), built on first use."""
-    inputs = [suite, HOST_PACKAGES, HOST_SCRIPT, 1]
+    packages = HOST_PACKAGES + SUITE_PACKAGES[suite]
+    inputs = [suite, packages, HOST_SCRIPT, 1]
 
     def build(part: Path) -> None:
-        _mmdebstrap(paths, part, suite, HOST_PACKAGES, slim=False)
+        _mmdebstrap(paths, part, suite, packages, slim=False)
         run_in(part, HOST_SCRIPT)
 
     target = cache.entry(paths.cache, f"host-tree-{suite}", inputs)

@@ -66,9 +66,8 @@ def main() -> int:
     print(
         f"Checked on two network namespaces of this machine, vLLM on its CPU, model {MODEL}: no GPU, no RoCE."
     )
-    print(
-        f"Time       lab {up - began:.0f} s, site.yml {served - up:.0f} s, in all {time.monotonic() - began:.0f} s"
-    )
+    took = (up - began, served - up, time.monotonic() - began)
+    print("Time       lab {:.0f} s, site.yml {:.0f} s, in all {:.0f} s".format(*took))
     print("Look round python3 -m lab exec spark-a -- glm53 status      (or: -- journalctl -u glm53-head)")
     print("Take down  make down")
     return 0

@@ -1,4 +1,6 @@
-"""`make test`: every suite in order, each with its budget and what it took; the lab is down afterwards in any case."""
+"""`make test`: every suite in order, each with its budget and what it took; the lab is down afterwards in
+any case.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ PYTHON = sys.executable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """One suite. `budget_minutes` is what it may take on two cores with nothing cached; the sum stays under 60."""
+    """One suite.
+
+    `budget_minutes` is what it may take on two cores with nothing cached; the sum stays under 60.
+    """
 
     name: str
     argv: Sequence[str]
@@ -33,7 +38,10 @@ SUITES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How a suite went; `seconds` is wall time. `passed` and `failed` count tests, and a suite without any as one."""
+    """How a suite went; `seconds` is wall time.
+
+    `passed` and `failed` count tests, and a suite without any as one.
+    """
 
     suite: Suite
     seconds: float
@@ -59,7 +67,9 @@ def run(suite: Suite) -> Result:
 
 
 def main() -> int:
-    """Run all suites; a suite that failed does not hide the next ones, but a lab that cannot be built ends it."""
+    """Run all suites; a suite that failed does not hide the next ones, but a lab that cannot be built ends
+    it.
+    """
     results: list[Result] = []
     try:
         for suite in SUITES:

@@ -11,9 +11,9 @@ import json
 import sys
 from pathlib import Path
 
-import torch  # type: ignore[import-not-found]
-from safetensors.torch import save_file  # type: ignore[import-not-found]
-from transformers import AutoModelForCausalLM, AutoTokenizer  # type: ignore[import-not-found]
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 QUERY_HEADS = 12
 KEY_VALUE_HEADS = 4

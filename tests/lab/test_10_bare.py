@@ -25,9 +25,11 @@ def traces(lab: Lab) -> list[str]:
     found = []
     for host in (HEAD, WORKER):
         found += [
-            f"{host}:{path}" for path in OURS if lab.exec(host, ["test", "-e", path], check=False).code == 0
+            f"{host}:{path}"
+            for path in OURS
+            if lab.exec(host, ["test", "-e", path], check=False).returncode == 0
         ]
-        if lab.exec(host, ["id", "glm53"], check=False).code == 0:
+        if lab.exec(host, ["id", "glm53"], check=False).returncode == 0:
             found.append(f"{host}:user glm53")
     return found
 

@@ -71,7 +71,7 @@ def test_settings_on_the_nodes_are_the_heads_alone(pair: Pair) -> None:
     assert pair.sh(HEAD, "stat", "-c", "%U:%G %a", "/etc/glm53/settings.yaml", "/etc/glm53/token").split(
         "\n"
     )[:2] == ["root:glm53 640", "root:root 600"]
-    assert pair.lab.exec(WORKER, ["test", "-e", "/etc/glm53/settings.yaml"], check=False).code == 1
+    assert pair.lab.exec(WORKER, ["test", "-e", "/etc/glm53/settings.yaml"], check=False).returncode == 1
 
 
 def test_units_are_what_systemd_accepts(pair: Pair) -> None:

@@ -39,7 +39,7 @@ def test_stop_ends_both_ranks_and_stays(pair: Pair) -> None:
     assert pair.unit(HEAD, "ActiveState", "Result") == {"ActiveState": "inactive", "Result": "success"}
     assert pair.unit(WORKER, "ActiveState") == {"ActiveState": "active"}
     assert pair.status(WORKER)["state"] == "waiting"
-    assert pair.lab.exec(HEAD, ["glm53", "status"], check=False).code == 3
+    assert pair.lab.exec(HEAD, ["glm53", "status"], check=False).returncode == 3
     pair.sh(HEAD, "systemctl", "start", UNIT[HEAD], timeout=FORM_SECONDS)
     assert pair.status()["ready"]
 
@@ -192,7 +192,7 @@ def test_a_unit_with_bad_settings_exits_78_and_does_not_loop(pair: Pair) -> None
     pair.sh(HEAD, "cp", "-p", "/etc/glm53/settings.yaml", "/etc/glm53/settings.yaml.test")
     try:
         pair.sh(HEAD, "sed", "-i", "s/max_num_seqs: .*/max_num_seqs: none/", "/etc/glm53/settings.yaml")
-        assert pair.lab.exec(HEAD, ["systemctl", "start", UNIT[HEAD]], check=False).code != 0
+        assert pair.lab.exec(HEAD, ["systemctl", "start", UNIT[HEAD]], check=False).returncode != 0
         until(lambda: pair.unit(HEAD, "ActiveState")["ActiveState"] == "failed", "failed", 20)
         assert pair.unit(HEAD, "ExecMainStatus", "NRestarts") == {"ExecMainStatus": "78", "NRestarts": "0"}
         said = pair.journal(HEAD, "-n", "20")
