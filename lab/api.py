@@ -111,7 +111,7 @@ class Lab:
                 return
             self._claim()
             self._clean()
-            self._build(suite)
+            cache.prune(self._build(suite))
             with step(f"lab of {count} hosts"):
                 self._create(everyone, suite)
             self._wait_ready(everyone)
@@ -257,16 +257,16 @@ class Lab:
                 raise LabError(f"another lab is on this machine: {other}. {hint}")
         OWNER.write_text(f"{self.paths.state}\n")
 
-    def _build(self, suite: Suite) -> tuple[Path, Path, Path]:
+    def _build(self, suite: Suite) -> tuple[Path, Path, Path, Path]:
+        """The cache's host tree, image tree, Docker seed and model."""
         self.paths.cache.mkdir(parents=True, exist_ok=True)
-        tree = host_tree(self.paths, suite)
-        image_tree(self.paths)
-        return tree, seed_folder(self.paths, suite), model_folder(self.paths)
+        tree, image = host_tree(self.paths, suite), image_tree(self.paths)
+        return tree, image, seed_folder(self.paths, suite), model_folder(self.paths)
 
     def _create(self, everyone: tuple[Host, ...], suite: Suite) -> None:
         self.paths.state.mkdir(parents=True, exist_ok=True)
         self._note(Record(len(everyone), suite, False))
-        tree, seed, model = self._build(suite)
+        tree, _, seed, model = self._build(suite)
         root.make_keys(self.paths, everyone)
         for host in everyone:
             root.create(self.paths, host, tree)

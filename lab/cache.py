@@ -41,6 +41,15 @@ def ensure(target: Path, what: str, build: Callable[[Path], None]) -> Path:
     return target
 
 
+def prune(kept: Iterable[Path]) -> None:
+    """Remove the entries that these have replaced: same kind, made from other inputs."""
+    for target in kept:
+        kind = target.name.rpartition("-")[0]
+        for path in target.parent.glob(f"{kind}-*"):
+            if path != target and path.name.rpartition("-")[0] == kind:
+                remove_tree(path)
+
+
 def clear(cache: Path, kinds: Iterable[str]) -> None:
     """Remove the entries of these kinds, finished or not, and the folder itself if nothing else is in it."""
     if not cache.is_dir():

@@ -62,3 +62,14 @@ def test_torch_comes_from_the_extra_index_only_without_a_fitting_local_wheel(
 def test_pinned_reads_the_whole_name() -> None:
     """Prevents `torch` from being read out of another package's line."""
     assert pinned("torchx==1\ntorch==2.5+cpu\n", "torch") == "2.5+cpu"
+
+
+def test_pruning_removes_only_what_was_replaced(tmp_path: Path) -> None:
+    """Prevents a cache that grows with every change, and the loss of another suite's tree."""
+    for name in ("tree-trixie-1", "tree-trixie-2", "tree-bookworm-3", "tree-4", "downloads"):
+        (tmp_path / name).mkdir()
+    cache.prune([tmp_path / "tree-trixie-2"])
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["downloads", "tree-4", "tree-bookworm-3", "tree-trixie-2"]
+    cache.prune([tmp_path / "tree-4"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
