@@ -77,6 +77,10 @@ def _mmdebstrap(paths: Paths, target: Path, suite: Suite, packages: Sequence[str
     archives = '"$1"/var/cache/apt/archives/'
     run(
         [
+            # A mount namespace of its own: what it mounts in the tree goes away with it, however it ends.
+            "unshare",
+            "--mount",
+            "--propagation=private",
             "mmdebstrap",
             "--mode=root",
             "--variant=minbase",
