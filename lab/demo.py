@@ -6,29 +6,18 @@ Two virtual Sparks, the real site.yml, a real vLLM as two ranks, one question.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 from lab.api import Lab
 from lab.errors import LabError
+from lab.playbook import ROOT, playbook
 from lab.settings import MODEL, hosts
 
-ROOT = Path(__file__).resolve().parent.parent
 QUESTION = "What is the capital of France? Answer with one word."
 ANSWER_SECONDS = 120
-
-
-def playbook(lab: Lab, name: str, *arguments: str) -> int:
-    """Run one of the project's playbooks against the lab with its output passed through, and return its
-    exit code.
-    """
-    environment = {**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_FORCE_COLOR": "0"}
-    argv = ["ansible-playbook", name, "-i", str(lab.inventory), *arguments]
-    return subprocess.run(argv, cwd=ROOT, env=environment, check=False).returncode
 
 
 def ask(endpoint: str, question: str) -> str:
@@ -57,7 +46,8 @@ def main() -> int:
         print(f"demo: {error}", file=sys.stderr)
         return error.exit_code
     up = time.monotonic()
-    if playbook(lab, "site.yml"):
+    argv, environment = playbook(lab, "site.yml")
+    if subprocess.run(argv, cwd=ROOT, env=environment, check=False).returncode:
         print("demo: site.yml failed; the lab is still up: python3 -m lab status", file=sys.stderr)
         return 1
     served = time.monotonic()

@@ -7,21 +7,19 @@ nodes back.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lab.api import Lab
+from lab.playbook import ROOT, playbook
 
-ROOT = Path(__file__).resolve().parents[2]
 HEAD, WORKER = "spark-a", "spark-b"
 UNIT = {HEAD: "glm53-head", WORKER: "glm53-worker"}
 API = "http://10.78.0.1:8888"
@@ -45,15 +43,9 @@ class Run:
         return sum(map(int, re.findall(r"changed=(\d+)", self.output)))
 
 
-def playbook_argv(lab: Lab, name: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """Return argv and environment of a playbook run against the lab."""
-    environment = {**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"}
-    return ["ansible-playbook", name, "-i", str(lab.inventory), *arguments], environment
-
-
 def play(lab: Lab, name: str, *arguments: str, budget_seconds: float = 900.0) -> Run:
     """Run a playbook against the lab."""
-    argv, environment = playbook_argv(lab, name, *arguments)
+    argv, environment = playbook(lab, name, *arguments)
     done = subprocess.run(
         argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=budget_seconds
     )

@@ -8,7 +8,8 @@ import re
 import subprocess
 
 from lab.api import Lab
-from tests.lab.conftest import API, HEAD, ROOT, UNIT, WORKER, Pair, Run, play, playbook_argv
+from lab.playbook import playbook
+from tests.lab.conftest import API, HEAD, UNIT, WORKER, Pair, Run, play
 
 
 def test_the_first_run_ends_with_an_answer(site: Run, pair: Pair) -> None:
@@ -51,7 +52,7 @@ def test_a_wrong_setting_leaves_the_serving_pair_alone(lab: Lab, pair: Pair) -> 
 
 def test_of_two_runs_at_once_one_wins_and_the_other_names_it(lab: Lab, pair: Pair) -> None:
     """Prevents two people from restarting one pair in each other's half."""
-    argv, environment = playbook_argv(lab, "site.yml")
+    argv, environment = playbook(lab, "site.yml")
     runs = [
         subprocess.Popen(
             argv, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
