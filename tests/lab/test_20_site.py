@@ -8,7 +8,7 @@ import re
 import subprocess
 
 from lab.api import Lab
-from lab.playbook import playbook
+from lab.playbook import ROOT, playbook
 from tests.lab.conftest import API, HEAD, UNIT, WORKER, Pair, Run, play
 
 
