@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -121,7 +122,7 @@ class Dialler:
                 self._problem(path, error.message)
                 wait = REJECTED_SECONDS
             except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, Glm53Error) as error:
-                self._problem(path, f"{target} does not answer ({str(error) or type(error).__name__})")
+                self._problem(path, f"{target} does not answer ({_why(error)})")
             await self._world.sleep(wait)
 
     def _problem(self, path: PathName, text: str) -> None:
@@ -198,6 +199,14 @@ class Dialler:
         if frame.type is not aiohttp.WSMsgType.TEXT:
             raise AuthError(f"the lead turned this node away: {frame.extra or 'connection closed'}")
         return str(frame.data)
+
+
+def _why(error: Exception) -> str:
+    """Return the few words of an error that a person needs: the system's own, where there are any."""
+    inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(inner, OSError) and inner.errno:
+        return os.strerror(inner.errno).lower()
+    return str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
 
 
 async def _close(ws: aiohttp.ClientWebSocketResponse) -> None:

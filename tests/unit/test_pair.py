@@ -158,7 +158,14 @@ def test_serves_whatever_node_comes_first(tmp_path: Path, order: str) -> None:
 
     async def story(pair: Pair) -> None:
         pair.start(order[0])
-        await asyncio.sleep(0.3)
+        if order == "ba":
+            said = "fabric: 127.0.1.1 does not answer (connection refused); management: 127.0.0.1 does not answer"
+            await pair.until(lambda: said in str(pair.service["b"].status().reasons), said)
+        else:
+            await pair.until(
+                lambda: pair.service["a"].status().reasons == ("waiting for b (rank 1): not heard of yet",),
+                "the lead waits by name",
+            )
         assert pair.running() == (0, 0)
         pair.start(order[1])
         await pair.serving(1)
