@@ -35,6 +35,25 @@ def event(text: str, **facts: Any) -> str:
     return " ".join([text, *shown])
 
 
+class ErrorLines:
+    """Lets the first `limit` error lines of a rank through to the story: an engine's traceback is a
+    hundred of them.
+    """
+
+    def __init__(self, rank: int, limit: int = 3) -> None:
+        self._rank = rank
+        self._limit = limit
+        self._seen = 0
+
+    def tell(self, log: logging.Logger, text: str) -> None:
+        """Log `text`, or once where the rest is, or nothing."""
+        self._seen += 1
+        if self._seen <= self._limit:
+            log.warning("%s", text)
+        elif self._seen == self._limit + 1:
+            log.warning("more errors of rank %d: journalctl -t glm53-rank%d", self._rank, self._rank)
+
+
 def _quoted(value: Any) -> str:
     text = f"{value:.1f}" if isinstance(value, float) else str(value)
     return f'"{text}"' if " " in text else text

@@ -170,6 +170,7 @@ class VllmEngine:
             "TRITON_CACHE_DIR": f"{CACHE}/triton",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # nothing to save; the default waits 5 s
             "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(settings.vllm.execute_timeout_seconds),
             **rank_environment(place.fabric, rdma=settings.device == "cuda"),
             **settings.vllm.extra_env,

@@ -19,7 +19,7 @@ from glm53_service.fabric.rails import Fabric
 from glm53_service.node import Node
 from glm53_service.settings import Gate
 from glm53_service.status import RankStatus, Status
-from glm53_service.story import event
+from glm53_service.story import ErrorLines, event
 from glm53_service.supervisor.decide import follower_verdict
 from glm53_service.supervisor.dial import Dialler
 from glm53_service.supervisor.members import listening_sockets
@@ -76,6 +76,7 @@ class Follower:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop_requested = False
         self._last_progress = 0.0
+        self._errors = ErrorLines(node.rank)
         self._shown = ""
         self._last_end = ""
         self._since = world.wall()
@@ -193,6 +194,7 @@ class Follower:
             )
             return
         self._launch, self._lead_instance = launch, self._dialler.lead_instance
+        self._errors = ErrorLines(self._node.rank)
         log.info(
             event(
                 f"epoch {launch.epoch} begins",
@@ -258,15 +260,14 @@ class Follower:
 
     def _line(self, line: Line) -> None:
         now = self._world.clock()
-        if line.kind is LineKind.DETAIL and now - self._last_progress < PROGRESS_SECONDS:
+        if line.kind is LineKind.ERROR and self._launch is not None:
+            self._errors.tell(log, line.text)
+        if line.kind is not LineKind.PROGRESS and now - self._last_progress < PROGRESS_SECONDS:
             return
         self._last_progress = now
-        error = line.kind is LineKind.ERROR
-        if error:
-            log.warning(event(line.text))
         if self._launch is not None:
-            text = line.text if line.kind is not LineKind.DETAIL else ""
-            self._spawn(self._dialler.say(Progress(epoch=self._launch.epoch, text=text, error=error)))
+            text = line.text if line.kind is LineKind.PROGRESS else ""
+            self._spawn(self._dialler.say(Progress(epoch=self._launch.epoch, text=text)))
 
     def status(self) -> Status:
         """Return what the gate and `glm53 status` show."""

@@ -21,7 +21,7 @@ from glm53_service.ledger import Ledger
 from glm53_service.node import Node
 from glm53_service.settings import Settings
 from glm53_service.status import RankStatus, Status
-from glm53_service.story import event
+from glm53_service.story import ErrorLines, event
 from glm53_service.supervisor.decide import (
     Action,
     Cause,
@@ -101,6 +101,7 @@ class Lead:
         self._looked_at = -IDLE_LOOK_SECONDS
         self._resume_at = 0.0
         self._progress = self._last_end = ""
+        self._errors = ErrorLines(0)
         self._epochs_ended = 0
         self._state_since = world.wall()
         self._decision = Decision(action=Action.NONE, state="waiting")
@@ -224,21 +225,18 @@ class Lead:
         self._wake.set()
 
     def _line(self, line: Line) -> None:
-        text = "" if line.kind is LineKind.DETAIL else f"rank 0: {line.text}"
-        self._moved(text, error=line.kind is LineKind.ERROR)
+        if line.kind is LineKind.ERROR and self._phase is not Phase.ENDING:
+            self._errors.tell(log, f"rank 0: {line.text}")
+        self._moved(f"rank 0: {line.text}" if line.kind is LineKind.PROGRESS else "")
 
     def _follower_progress(self, node: str, progress: Progress) -> None:
         if self._epoch is not None and progress.epoch == self._epoch.number:
-            self._moved(f"{node}: {progress.text}" if progress.text else "", error=progress.error)
+            self._moved(f"{node}: {progress.text}" if progress.text else "")
 
-    def _moved(self, text: str, *, error: bool) -> None:
-        """Note a sign of life of a rank; a milestone or an error is told once."""
+    def _moved(self, text: str) -> None:
+        """Note a sign of life of a rank; a milestone is told once."""
         self._progress_at = self._world.clock()
-        if not text or text == self._progress:
-            return
-        if error:
-            log.warning(event(text))
-        elif self._phase is Phase.STARTING:
+        if text and text != self._progress and self._phase is Phase.STARTING:
             log.info(event(text))
             self._progress = text
             self._wake.set()
@@ -285,7 +283,7 @@ class Lead:
             wake=self._wake.set,
         )
         self._members.new_epoch()
-        self._progress = ""
+        self._progress, self._errors = "", ErrorLines(0)
         self._enter(Phase.PREPARING)
         log.info(event(f"epoch {self._epoch.number} begins", ranks=len(self._node.nodes)))
         self._epoch.prepare(self._fabric)

@@ -105,11 +105,10 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """A starting rank moved: its latest milestone or error, else only a sign of life."""
+    """A starting rank moved: its latest milestone, else only a sign of life."""
 
     epoch: int
     text: str = ""
-    error: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):

@@ -22,7 +22,7 @@ from glm53_service.ledger import Ledger
 from glm53_service.notify import Notifier
 from glm53_service.release import release_id, running_release
 from glm53_service.status import RankStatus, Status
-from glm53_service.story import event, set_up_logging
+from glm53_service.story import ErrorLines, event, set_up_logging
 from glm53_service.system import largest_processes, read_boot_id, read_memory
 
 INSPECT: dict[str, Any] = {
@@ -142,6 +142,14 @@ def test_journal_lines_carry_their_priority(capsys: pytest.CaptureFixture[str]) 
     logging.getLogger("unit").error("one\ntwo")
     logging.getLogger("unit").info(event("it began", epoch=3, why="a cable", nothing=""))
     assert capsys.readouterr().err.splitlines() == ["<3>one", "<3>two", '<6>it began epoch=3 why="a cable"']
+
+
+def test_a_traceback_does_not_drown_the_story(caplog: pytest.LogCaptureFixture) -> None:
+    """Prevents a hundred lines of an engine's traceback in the pair's journal."""
+    errors = ErrorLines(1, limit=2)
+    for number in range(50):
+        errors.tell(logging.getLogger("unit"), f"line {number}")
+    assert caplog.messages == ["line 0", "line 1", "more errors of rank 1: journalctl -t glm53-rank1"]
 
 
 def test_systemd_is_told_once_a_change(tmp_path: Path) -> None:
