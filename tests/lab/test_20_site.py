@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import re
 import subprocess
+from pathlib import Path
 
 from lab.api import Lab
-from lab.playbook import ROOT, playbook
+from lab.playbook import ANSIBLE, ROOT, playbook
 from tests.lab.conftest import API, HEAD, UNIT, WORKER, Pair, Run, play
 
 
@@ -30,6 +31,18 @@ def test_the_second_run_changes_nothing_and_restarts_nothing(lab: Lab, pair: Pai
     assert (run.code, run.changed) == (0, 0), run.output[-3000:]
     after = pair.status()
     assert (after["epoch"], after["since"]) == (before["epoch"], before["since"])
+
+
+def test_ansible_runner_does_the_same(lab: Lab, pair: Pair, tmp_path: Path) -> None:
+    """Prevents a pipeline that needs other commands than the ones in the README."""
+    before = pair.status()
+    argv = [str(ANSIBLE.with_name("ansible-runner")), "run", str(tmp_path), "--project-dir", str(ROOT)]
+    argv += ["--inventory", str(lab.inventory), "-p", "site.yml"]
+    _, environment = playbook(lab, "site.yml")
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    run = Run(code=done.returncode, output=done.stdout + done.stderr)
+    assert (run.code, run.changed) == (0, 0), run.output[-3000:]
+    assert pair.status()["since"] == before["since"]
 
 
 def test_check_mode_on_a_finished_pair_reports_no_change(lab: Lab, pair: Pair) -> None:
