@@ -154,9 +154,13 @@ def site(lab: Lab) -> Run:
 
 @pytest.fixture
 def pair(lab: Lab, site: Run) -> Pair:
-    """The serving pair; a test that leaves it down fails the next one here, by name."""
+    """The serving pair, with every host on and every cable plugged, whatever the test before left."""
     if site.code:
         pytest.fail(f"site.yml failed:\n{site.output[-4000:]}")
+    lab.up()
+    for host in (HEAD, WORKER):
+        lab.plug(host)
+        lab.plug(host, management=True)
     pair = Pair(lab)
     pair.serving()
     return pair
