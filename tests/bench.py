@@ -33,7 +33,7 @@ def main() -> int:
     except LabError as error:
         print(f"bench: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"Measured {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {RUNS} starts, {EVENTS} of each event; seconds.\n")
+    print(f"Measured {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {RUNS} starts, {EVENTS} of each event, in s\n")
     resources(pair)
     starts(pair)
     detection(pair)

@@ -95,7 +95,7 @@ def test_a_power_cut_of_both_and_back_in_either_order(pair: Pair, first: str) ->
     )
     until(
         lambda: (
-            "waiting (waiting for spark-"
+            "waiting for spark-"
             in pair.sh(first, "systemctl", "show", UNIT[first], "-p", "StatusText", check=False)
         ),
         "it says for whom it waits",
