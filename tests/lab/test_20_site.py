@@ -39,6 +39,9 @@ def test_ansible_runner_does_the_same(lab: Lab, pair: Pair, tmp_path: Path) -> N
     argv = [str(ANSIBLE.with_name("ansible-runner")), "run", str(tmp_path), "--project-dir", str(ROOT)]
     argv += ["--inventory", str(lab.inventory), "-p", "site.yml"]
     _, environment = playbook(lab, "site.yml")
+    environment["PATH"] = (
+        f"{ANSIBLE.parent}:{environment['PATH']}"  # an activated environment, as the README says
+    )
     done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     run = Run(code=done.returncode, output=done.stdout + done.stderr)
     assert (run.code, run.changed) == (0, 0), run.output[-3000:]
