@@ -83,6 +83,15 @@ def test_of_two_runs_at_once_one_wins_and_the_other_names_it(lab: Lab, pair: Pai
     assert pair.status()["ready"]
 
 
+def test_the_owners_own_keys_stay(lab: Lab, pair: Pair) -> None:
+    """Prevents a locked-out owner: a key whose comment looked like ours was once replaced by ours."""
+    own = (lab.paths.ssh / "id_ed25519.pub").read_text().strip()
+    for host in (HEAD, WORKER):
+        lines = pair.sh(host, "cat", "/home/spark/.ssh/authorized_keys").splitlines()
+        assert own in lines
+        assert sum(line.startswith('restrict,from="') for line in lines) == (0 if host == HEAD else 1)
+
+
 def test_settings_on_the_nodes_are_the_heads_alone(pair: Pair) -> None:
     """Prevents a worker with settings of its own, and files that everybody may read."""
     assert pair.sh(HEAD, "stat", "-c", "%U:%G %a", "/etc/glm53/settings.yaml", "/etc/glm53/token").split(

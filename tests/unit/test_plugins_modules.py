@@ -97,10 +97,12 @@ def test_the_token_file_is_private(tmp_path: Path) -> None:
 
 def test_only_our_authorized_key_line_changes() -> None:
     """Defect: the owner's own keys are lost, or ours piles up."""
-    theirs = "ssh-rsa AAA owner@desk\n# note\n"
-    added = keys.with_line(theirs, "glm53-lab", "restrict ssh-ed25519 BBB glm53-lab")
-    assert added == theirs + "restrict ssh-ed25519 BBB glm53-lab\n"
-    assert keys.with_line(added, "glm53-lab", "ssh-ed25519 CCC glm53-lab").count("glm53-lab") == 1
+    theirs = "ssh-rsa AAA owner@desk\n# note\nssh-ed25519 AAA glm53-lab\n"
+    first = 'restrict,from="10.0.0.1" ssh-ed25519 BBB glm53-lab'
+    second = 'restrict,from="10.0.0.2" ssh-ed25519 CCC glm53-lab'
+    added = keys.with_line(theirs, "glm53-lab", first)
+    assert added == f"{theirs}{first}\n"
+    assert keys.with_line(added, "glm53-lab", second) == f"{theirs}{second}\n"
     assert keys.with_line(added, "glm53-lab", "") == theirs
 
 
