@@ -17,7 +17,7 @@ module: glm53_authorized_key
 short_description: Ensure or remove our line in authorized_keys
 options:
   path: {description: "The authorized_keys file.", type: path, default: ~/.ssh/authorized_keys}
-  comment: {description: "Marks our line, together with the options that only we set.", type: str, required: true}
+  comment: {description: "Marks our line, with the options that only we set.", type: str, required: true}
   key: {description: "Type and body of the public key; empty removes the line.", type: str, default: ""}
   options: {description: "Options in front of the key; they begin as in OURS.", type: str, default: ""}
 """
