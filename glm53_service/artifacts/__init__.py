@@ -1,0 +1,1 @@
+"""What has to be on a node before a rank can start: the image and the snapshot."""
