@@ -231,11 +231,19 @@ def _follow(arguments: argparse.Namespace) -> int:
 
 
 def _cleanup(arguments: argparse.Namespace) -> int:
+    from glm53_service.docker import Docker
     from glm53_service.node import read_node
     from glm53_service.supervisor.cleanup import clean_up
     from glm53_service.supervisor.world import World
 
-    return _serve(arguments, lambda: clean_up(read_node(arguments.etc).cluster, World(), os.environ))
+    async def run(cluster: str) -> None:
+        docker = Docker.connect()
+        try:
+            await clean_up(docker, cluster, World(), os.environ)
+        finally:
+            await docker.close()
+
+    return _serve(arguments, lambda: run(read_node(arguments.etc).cluster))
 
 
 def _serve(arguments: argparse.Namespace, make: Callable[[], Coroutine[Any, Any, None]]) -> int:

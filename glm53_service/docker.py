@@ -89,7 +89,11 @@ class Docker:
 
     async def wait(self, container: str) -> int:
         with _mapped("wait"):
-            return int((await self._client.containers.container(container).wait())["StatusCode"])
+            ended = await self._client.containers.container(container).wait()
+        code = ended.get("StatusCode") if isinstance(ended, dict) else None
+        if not isinstance(code, int) or code < 0 or (ended.get("Error") or {}).get("Message"):
+            raise UnavailableError(f"docker: wait: no exit code in {ended!r}")
+        return code
 
     async def stop(self, container: str, grace_seconds: int) -> None:
         with _mapped("stop"):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 from glm53_service.files import read_json, write_durably
+from glm53_service.story import event
+
+log = logging.getLogger(__name__)
 
 
 class Ledger:
@@ -43,6 +47,13 @@ class Ledger:
         self._write(gave_up=True)
 
     def _write(self, *, gave_up: bool = False) -> None:
+        try:
+            self._save(gave_up=gave_up)
+        except OSError as error:
+            # A full disk must not end a pair that serves; the count goes on in memory.
+            log.error(event("the ledger could not be written", path=self._path, error=error.strerror))
+
+    def _save(self, *, gave_up: bool) -> None:
         write_durably(
             self._path,
             json.dumps(

@@ -79,15 +79,19 @@ class Vllm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Supervision(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of the supervisor, in seconds on each node's own monotonic clock."""
+    """Times of the supervisor, in seconds on each node's own monotonic clock.
+
+    `stop_grace_seconds` leaves room below the units' TimeoutStopSec (120). The window for faults is long
+    enough to hold `faults_allowed` starts that each take many minutes.
+    """
 
     heartbeat_seconds: Seconds = 1.0
     lease_seconds: Seconds = 4.0
     peer_lost_seconds: Seconds = 8.0
     start_stall_seconds: Seconds = 900.0
-    stop_grace_seconds: Seconds = 20.0
+    stop_grace_seconds: Annotated[float, Meta(gt=0, le=60)] = 20.0
     faults_allowed: Count = 5
-    faults_window_seconds: Seconds = 1800.0
+    faults_window_seconds: Seconds = 7200.0
     min_free_gib: Annotated[float, Meta(ge=0)] = 0.0
     min_free_wait_seconds: Annotated[float, Meta(ge=0)] = 180.0
 
@@ -138,9 +142,12 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            str(path), [f"cannot be read: {error.strerror}"], hint="run site.yml: it writes this file"
-        ) from None
+        hint = (
+            "run this with sudo"
+            if isinstance(error, PermissionError)
+            else "run site.yml: it writes this file"
+        )
+        raise ConfigError(str(path), [f"cannot be read: {error.strerror}"], hint=hint) from None
 
 
 def dump(settings: Settings) -> dict[str, Any]:

@@ -19,7 +19,8 @@ async def probe(
     crash.
     """
     try:
-        links = parse_links(await runner(ARGV))
+        return find_fabric(addresses, parse_links(await runner(ARGV)), read_hcas(root), rdma=rdma)
     except UnavailableError as error:
         return Fabric(rails=(), problem=error.message)
-    return find_fabric(addresses, links, read_hcas(root), rdma=rdma)
+    except (OSError, ValueError, KeyError) as error:  # a device that goes away while it is read
+        return Fabric(rails=(), problem=f"the fabric cannot be read: {type(error).__name__}: {error}")

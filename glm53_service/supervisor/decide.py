@@ -59,8 +59,6 @@ class Member:
     fabric_silence: float
     management_silence: float
     report: Report
-    leftovers: tuple[str, ...] = ()
-    fabric_problem: str = ""
     refused: str = ""
     bye: str = ""
     mismatch: str = ""
@@ -71,8 +69,12 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All that the decision may look at. `quiet` is seconds without any sign of progress of a starting rank;
-    `resume_in` seconds until the next attempt; `faults` how many engine faults lie in the window."""
+    """All that the decision may look at; times in seconds.
+
+    `quiet`: without any sign of life of a starting rank. `phase_for`: since the phase began. `ended`: whether
+    this node's own part of ending the epoch is done. `resume_in`: until the next attempt. `faults`: engine
+    faults within the window. `crash`: an unforeseen failure of the epoch's own work.
+    """
 
     phase: Phase
     epoch: int
@@ -82,12 +84,14 @@ class Snapshot:
     docker_problem: str = ""
     fabric_problem: str = ""
     prepare_problem: str = ""
+    crash: str = ""
     api_up: bool = False
     api_problem: str = ""
     canary_right: bool = False
     canary_problem: str = ""
     quiet: float = 0.0
-    ending_for: float = 0.0
+    phase_for: float = 0.0
+    ended: bool = False
     faults: int = 0
     resume_in: float = 0.0
 
@@ -102,6 +106,11 @@ class Decision:
     cause: Cause | None = None
     ready: bool = False
 
+
+STOP_LIMIT_SECONDS = 100.0
+"""Below the units' TimeoutStopSec (120): with docker away, the supervisor leaves and says so; the next one
+cleans up.
+"""
 
 ENDING_LIMIT_SECONDS = 30.0
 """A follower that has not said by then that its rank is gone is waited for in IDLE, by name."""
@@ -152,41 +161,63 @@ def _missing(m: Member, t: Supervision) -> list[str]:
     reasons = []
     if m.fabric_silence > t.lease_seconds:
         reasons.append(f"waiting for {m}: connected over the management network only, the fabric is silent")
-    if m.fabric_problem:
-        reasons.append(f"waiting for {m}: {m.fabric_problem}")
-    if m.report.state is not RankState.ABSENT or m.leftovers:
-        names = ", ".join(m.leftovers) or f"rank of epoch {m.report.epoch}"
-        reasons.append(f"waiting for {m}: its container is not gone yet ({names})")
+    if m.report.state is not RankState.ABSENT:
+        reasons.append(f"waiting for {m}: its container is not gone yet (rank of epoch {m.report.epoch})")
     return reasons
 
 
 def _ending(s: Snapshot) -> Decision:
     late = [str(m) for m in s.members if m.connected and m.report.state is not RankState.ABSENT]
-    if s.local.state is RankState.ABSENT and (not late or s.ending_for > ENDING_LIMIT_SECONDS):
+    if s.ended and (not late or s.phase_for > ENDING_LIMIT_SECONDS):
         return Decision(action=Action.SETTLE, state="ending")
-    waiting = late + (["rank 0"] if s.local.state is not RankState.ABSENT else [])
+    if s.stop_requested and s.phase_for > STOP_LIMIT_SECONDS:
+        return Decision(action=Action.QUIT, state="stopped", reasons=("docker does not let rank 0 end",))
+    waiting = late + ([] if s.ended else ["rank 0"])
     return Decision(
         action=Action.NONE, state="ending", reasons=(f"ending epoch {s.epoch}: {', '.join(waiting)}",)
     )
 
 
 def _end(s: Snapshot, t: Supervision) -> Decision | None:
+    exits = _exits(s)
+    dark = any(m.fabric_silence > SUSPECT_HEARTBEATS * t.heartbeat_seconds for m in s.members)
     for cause, reasons in (
         (Cause.PLANNED, ["stop requested"] if s.stop_requested else []),
         (Cause.PLANNED, [f"{m} leaves: {m.bye}" for m in s.members if m.bye and m.same_instance]),
         (Cause.LOSS, [s.docker_problem] if s.docker_problem else []),
-        (Cause.LOSS, _losses(s, t)),
-        (Cause.REFUSED, _refusals(s)),
-        (Cause.FAULT, _faults(s, t)),
+        (
+            Cause.LOSS,
+            _losses(s, t) + ([f"{exit_} (the fabric was silent)" for exit_ in exits] if dark else []),
+        ),
+        (Cause.REFUSED, _refusals(s, t)),
+        (Cause.FAULT, exits + _faults(s, t)),
     ):
         if reasons:
             return Decision(action=Action.END, state="ending", reasons=tuple(reasons), cause=cause)
     return None
 
 
+SUSPECT_HEARTBEATS = 2.5
+"""A rank that exits while its peer has missed that many heartbeats on the fabric died of the fabric, not
+of itself.
+"""
+
+
+def _reports(s: Snapshot) -> list[tuple[str, Report]]:
+    return [("rank 0", s.local), *((str(m), m.report) for m in s.members)]
+
+
+def _exits(s: Snapshot) -> list[str]:
+    return [
+        f"{who} exited with code {report.exit_code}" + (f": {report.reason}" if report.reason else "")
+        for who, report in _reports(s)
+        if report.epoch == s.epoch and report.state is RankState.EXITED and report.exit_code is not None
+    ]
+
+
 def _losses(s: Snapshot, t: Supervision) -> list[str]:
     losses = [reason for m in s.members if (reason := _loss(m, t))]
-    for who, report in [("rank 0", s.local), *((str(m), m.report) for m in s.members)]:
+    for who, report in _reports(s):
         if report.epoch == s.epoch and report.state is RankState.EXITED and report.exit_code is None:
             losses.append(f"{who} is out of sight: {report.reason}")
         elif report.epoch == s.epoch and report.state is RankState.ENDING:
@@ -206,22 +237,33 @@ def _loss(m: Member, t: Supervision) -> str:
     return ""
 
 
-def _refusals(s: Snapshot) -> list[str]:
+PREPARE_SECONDS = 120.0
+"""What making a container may take, after the wait for memory: docker under a heavy load, no more."""
+
+
+def _refusals(s: Snapshot, t: Supervision) -> list[str]:
     own = [f"rank 0: {s.prepare_problem}"] if s.prepare_problem else []
-    return own + [f"{m}: {m.refused}" for m in s.members if m.refused]
+    refusals = own + [f"{m}: {m.refused}" for m in s.members if m.refused]
+    limit = t.min_free_wait_seconds + PREPARE_SECONDS
+    if s.phase is Phase.PREPARING and s.phase_for > limit:
+        refusals.append(f"not prepared within {limit:.0f} s: {', '.join(_unprepared(s))}")
+    return refusals
+
+
+def _unprepared(s: Snapshot) -> list[str]:
+    return [who for who, report in _reports(s) if not _has(report, s.epoch, RankState.CREATED)]
 
 
 def _faults(s: Snapshot, t: Supervision) -> list[str]:
     faults = []
-    for who, report in [("rank 0", s.local), *((str(m), m.report) for m in s.members)]:
-        if report.epoch == s.epoch and report.state is RankState.EXITED:
-            faults.append(
-                f"{who} exited with code {report.exit_code}" + (f": {report.reason}" if report.reason else "")
-            )
-        elif s.phase in (Phase.CHECKING, Phase.SERVING) and report.state is not RankState.RUNNING:
+    for who, report in _reports(s):
+        wrong = report.state in (RankState.ABSENT, RankState.CREATED)
+        if wrong and s.phase in (Phase.CHECKING, Phase.SERVING):
             faults.append(f"{who} is {report.state}, expected running")
     if s.phase is Phase.STARTING and s.quiet > t.start_stall_seconds:
         faults.append(f"no rank showed a sign of life for {s.quiet:.0f} s while starting")
+    if s.crash:
+        faults.append(f"the supervisor's own work failed: {s.crash}")
     if s.api_problem and s.phase in (Phase.CHECKING, Phase.SERVING):
         faults.append(s.api_problem)
     if s.canary_problem:
@@ -231,8 +273,7 @@ def _faults(s: Snapshot, t: Supervision) -> list[str]:
 
 def _advance(s: Snapshot, t: Supervision) -> Decision:
     if s.phase is Phase.PREPARING:
-        late = [str(m) for m in s.members if not _has(m.report, s.epoch, RankState.CREATED)]
-        late += [] if _has(s.local, s.epoch, RankState.CREATED) else ["rank 0"]
+        late = _unprepared(s)
         if late:
             return Decision(action=Action.NONE, state="preparing", reasons=(f"preparing: {', '.join(late)}",))
         return Decision(action=Action.GO, state="starting")

@@ -17,7 +17,8 @@ from glm53_service.node import Node
 from glm53_service.story import event
 from glm53_service.supervisor import wire
 from glm53_service.supervisor.members import ROUTE
-from glm53_service.supervisor.messages import Beat, Bye, Hello, Message, PathName, Welcome
+from glm53_service.supervisor.messages import Beat, Bye, Hello, Message, PathName, Report, Welcome
+from glm53_service.supervisor.service import Background
 from glm53_service.supervisor.world import World
 
 log = logging.getLogger(__name__)
@@ -39,8 +40,8 @@ class _Open:
 class Dialler:
     """Keeps a connection to the lead over the fabric and over the management network.
 
-    `hello` makes the first words of a path, `on_message` gets everything but heartbeats, `on_change` is
-    called when a path opens or closes.
+    `hello` makes the first words of a path, `report` what every heartbeat carries, `on_message` gets
+    everything but heartbeats, `on_change` is called when a path opens or closes.
     """
 
     def __init__(
@@ -50,14 +51,17 @@ class Dialler:
         world: World,
         *,
         hello: Callable[[PathName], Awaitable[Hello]],
+        report: Callable[[], Report],
         on_message: Callable[[Message], None],
         on_change: Callable[[], None],
     ) -> None:
         self._node, self._tokens, self._world = node, tokens, world
         self._make_hello, self._on_message, self._on_change = hello, on_message, on_change
+        self._report = report
+        self._greeted = asyncio.Event()
         self._open: dict[PathName, _Open] = {}
         self._heard: dict[PathName, float] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._background = Background()
         self._problems: dict[PathName, str] = {}
         self.times = BEFORE_WELCOME
         self.lead_instance = ""
@@ -83,20 +87,21 @@ class Dialler:
             (PathName.FABRIC, own.fabric[0], lead.fabric[0]),
             (PathName.MANAGEMENT, own.management, lead.management),
         ):
-            self._tasks.append(asyncio.create_task(self._keep(path, source, target)))
-        self._tasks.append(asyncio.create_task(self._beat()))
+            self._background.spawn(self._keep(path, source, target))
+        self._background.spawn(self._beat())
+
+    def check(self) -> None:
+        """Raise what ended a background task."""
+        self._background.check()
 
     async def close(self) -> None:
         """Close every path."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.cancel()
 
     async def say(self, message: Message) -> None:
-        """Send `message` over the path that spoke last; nothing happens when there is none."""
-        for path in sorted(self._open, key=self.silence):
-            await self._send(self._open[path], message)
-            return
+        """Send `message` over every path: one of them may be dying without anybody knowing yet."""
+        for opened in list(self._open.values()):
+            await self._send(opened, message)
 
     async def _beat(self) -> None:
         while True:
@@ -104,8 +109,11 @@ class Dialler:
                 if self.silence(path) > self.times.peer_lost_seconds:
                     opened.silent.set()
                 else:
-                    await self._send(opened, Beat())
-            await self._world.sleep(self.times.heartbeat_seconds)
+                    await self._send(opened, Beat(report=self._report()))
+            self._greeted.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.times.heartbeat_seconds):
+                    await self._greeted.wait()
 
     async def _send(self, opened: _Open, message: Message) -> None:
         with contextlib.suppress(ConnectionError, TimeoutError, RuntimeError, aiohttp.ClientError):
@@ -121,7 +129,9 @@ class Dialler:
             except AuthError as error:
                 self._problem(path, error.message)
                 wait = REJECTED_SECONDS
-            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, Glm53Error) as error:
+            except Glm53Error as error:
+                self._problem(path, error.message)
+            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
                 self._problem(path, f"{target} does not answer ({_why(error)})")
             await self._world.sleep(wait)
 
@@ -166,6 +176,7 @@ class Dialler:
             log.info(event("connected to the lead", lead=self._node.lead.node, path=path))
         self.times, self.lead_instance = welcome, welcome.instance
         self._heard[path] = self._world.clock()
+        self._greeted.set()
         return opened
 
     async def _until_silent(self, path: PathName, opened: _Open) -> None:

@@ -57,7 +57,8 @@ class Epoch:
         self._rank, self._members, self._docker = rank, members, docker
         self._world, self._wake = world, wake
         self._tasks: set[asyncio.Task[None]] = set()
-        self.prepare_problem = self.api_problem = self.canary_problem = self.answer = ""
+        self.prepare_problem = self.api_problem = self.canary_problem = self.crash = self.answer = ""
+        self.stopped = self.ended = False
         self.api_up = self.canary_right = False
         self.running_requests: int | None = None
 
@@ -83,13 +84,16 @@ class Epoch:
         With a drain, a serving rank 0 finishes its requests first, which needs the others.
         """
         await self.cancel()
+        self.stopped = not drain_seconds
         stop = Stop(epoch=self.number, reason=reason, fault=cause is Cause.FAULT)
         end = self._rank.end(reason, fault=cause is Cause.FAULT, grace_seconds=drain_seconds)
         if drain_seconds:
             await end
+            self.stopped = True
             await self._members.tell_all(stop, every_path=True)
         else:
             await asyncio.gather(self._members.tell_all(stop, every_path=True), end)
+        self.ended = True
         self._wake()
 
     async def cancel(self) -> None:
@@ -109,7 +113,7 @@ class Epoch:
                 master=self._node.lead.fabric[0],
                 world=len(self._node.nodes),
             )
-            await self._members.tell_all(Prepare(launch=launch))
+            await self._members.tell_all(Prepare(launch=launch), every_path=True)
             await self._rank.prepare(launch, self._engine, fabric)
         except Glm53Error as error:
             self.prepare_problem = str(error)
@@ -122,7 +126,7 @@ class Epoch:
             self.prepare_problem = str(error)
             self._wake()
             return
-        await self._members.tell_all(Go(epoch=self.number))
+        await self._members.tell_all(Go(epoch=self.number), every_path=True)
         log.info(
             event("every rank was told to start", epoch=self.number, engine_log="journalctl -t glm53-rank0")
         )
@@ -163,4 +167,13 @@ class Epoch:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        """Work that fails in an unforeseen way ends the epoch; silence would leave it waiting for ever."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error(event("the epoch's own work failed", error=repr(error)), exc_info=error)
+            self.crash = repr(error)
+            self._wake()

@@ -10,10 +10,10 @@ import secrets
 from collections.abc import Coroutine
 from typing import Any
 
-from glm53_service.docker import DockerApi
+from glm53_service.docker import DockerApi, remove_ours
 from glm53_service.engines import engine_for
 from glm53_service.engines.base import Launch, Line, LineKind
-from glm53_service.errors import Glm53Error
+from glm53_service.errors import Glm53Error, UnavailableError
 from glm53_service.fabric.probe import probe
 from glm53_service.fabric.rails import Fabric
 from glm53_service.node import Node
@@ -32,12 +32,11 @@ from glm53_service.supervisor.messages import (
     Prepare,
     Progress,
     RankState,
-    Refused,
     State,
     Stop,
 )
 from glm53_service.supervisor.ranks import Rank
-from glm53_service.supervisor.service import gate_addresses, keep_alive, on_signals, start_gate
+from glm53_service.supervisor.service import Background, gate_addresses, keep_alive, on_signals, start_gate
 from glm53_service.supervisor.world import World
 from glm53_service.system import read_boot_id
 
@@ -68,15 +67,24 @@ class Follower:
             on_line=self._line,
         )
         self._dialler = Dialler(
-            node, tokens, world, hello=self._hello, on_message=self._message, on_change=self._wake.set
+            node,
+            tokens,
+            world,
+            hello=self._hello,
+            report=lambda: self._rank.report,
+            on_message=self._message,
+            on_change=self._wake.set,
         )
         self._lead_instance = ""
         self._launch: Launch | None = None
-        self._work: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._steps: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+        self._docker_problem = ""
+        self._background = Background()
         self._stop_requested = False
         self._last_progress = 0.0
         self._errors = ErrorLines(node.rank)
+        self._told_to_go = False
         self._shown = ""
         self._last_end = ""
         self._since = world.wall()
@@ -97,21 +105,37 @@ class Follower:
                 lead=self._node.lead.node,
             )
         )
-        self._spawn(keep_alive(self._world.notifier))
-        await self._rank.end("a leftover of an earlier supervisor", fault=False)
-        self._dialler.start()
+        self._background.spawn(keep_alive(self._world.notifier))
         self._world.notifier.ready()
         try:
+            await self._begin_clean()
+            self._dialler.start()
             while not self._stop_requested:
+                self._dialler.check()
+                self._background.check()
                 await self._tick()
             await self._leave()
         finally:
             self._world.notifier.stopping()
             await self._dialler.close()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._background.cancel()
             await gate.cleanup()
+
+    async def _begin_clean(self) -> None:
+        """Return once docker has said that nothing of this cluster is left here; until then no hello is
+        said.
+        """
+        while not self._stop_requested:
+            try:
+                for name in await remove_ours(self._docker, self._node.cluster):
+                    log.warning(event("removed a container of an earlier supervisor", container=name))
+            except UnavailableError as error:
+                self._docker_problem = error.message
+                self._show()
+                await self._world.sleep(1.0)
+            else:
+                self._docker_problem = ""
+                return
 
     async def _tick(self) -> None:
         verdict = self._verdict()
@@ -149,18 +173,16 @@ class Follower:
                 and not self._verdict()
             ):
                 await self._world.sleep(0.1)
-        if self._work is not None:
-            self._work.cancel()
-            await asyncio.gather(self._work, return_exceptions=True)
-        await self._rank.end("its supervisor was stopped", fault=False)
+        self._end(self._launch.epoch if self._launch else 0, "its supervisor was stopped", fault=False)
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS), self._turn:
+                await self._rank.end("its supervisor was stopped", fault=False)
+        except TimeoutError:
+            log.error(event("docker does not let the rank end; the next start of this unit removes it"))
 
-    # Messages ------------------------------------------------------------------------
+    # Messages
 
     async def _hello(self, path: PathName) -> Hello:
-        fabric = await self._fabric(rdma=False)
-        leftovers = (
-            () if self._launch else tuple(name for _, name in await self._docker.ours(self._node.cluster))
-        )
         return Hello(
             node=self._node.node,
             instance=self._instance,
@@ -168,17 +190,16 @@ class Follower:
             release=self._release,
             wall_time=self._world.wall(),
             path=path,
-            containers=leftovers,
             report=self._rank.report,
-            fabric=fabric,
         )
 
     def _message(self, message: Message) -> None:
         match message:
             case Prepare():
                 self._prepare(message.launch)
-            case Go() if self._launch and message.epoch == self._launch.epoch:
-                self._spawn(self._start(message.epoch))
+            case Go() if self._launch and message.epoch == self._launch.epoch and not self._told_to_go:
+                self._told_to_go = True
+                self._work(self._start(message.epoch))
             case Stop() if self._launch and message.epoch == self._launch.epoch:
                 log.info(event(f"epoch {message.epoch} ends: {message.reason}"))
                 self._end(message.epoch, message.reason, fault=message.fault)
@@ -189,12 +210,11 @@ class Follower:
 
     def _prepare(self, launch: Launch) -> None:
         if self._launch is not None:
-            log.debug(
-                event("a new epoch while one is here; it waits for the old one to end", epoch=launch.epoch)
-            )
-            return
+            if launch.epoch == self._launch.epoch and self._dialler.lead_instance == self._lead_instance:
+                return
+            self._end(self._launch.epoch, f"epoch {launch.epoch} replaces it", fault=False)
         self._launch, self._lead_instance = launch, self._dialler.lead_instance
-        self._errors = ErrorLines(self._node.rank)
+        self._errors, self._told_to_go = ErrorLines(self._node.rank), False
         log.info(
             event(
                 f"epoch {launch.epoch} begins",
@@ -202,51 +222,69 @@ class Follower:
                 engine=launch.settings.engine,
             )
         )
-        self._work = asyncio.create_task(self._make(launch))
+        self._work(self._make(launch))
 
     async def _make(self, launch: Launch) -> None:
-        try:
-            fabric = await self._fabric(rdma=launch.settings.device == "cuda")
-            if fabric.problem:
-                await self._dialler.say(Refused(epoch=launch.epoch, reason=fabric.problem))
-                return
-            await self._rank.prepare(launch, engine_for(launch.settings), fabric)
-        except Glm53Error as error:
-            log.warning(event(f"epoch {launch.epoch} is refused: {error}"))
-            await self._dialler.say(Refused(epoch=launch.epoch, reason=str(error)))
+        async with self._turn:
+            try:
+                fabric = await self._fabric(rdma=launch.settings.device == "cuda")
+                if fabric.problem:
+                    self._rank.refuse(launch.epoch, fabric.problem)
+                    return
+                await self._rank.prepare(launch, engine_for(launch.settings), fabric)
+            except Glm53Error as error:
+                log.warning(event(f"epoch {launch.epoch} is refused: {error}"))
+                self._rank.refuse(launch.epoch, str(error))
 
     async def _start(self, epoch: int) -> None:
-        try:
-            await self._rank.start()
-        except Glm53Error as error:
-            await self._dialler.say(Refused(epoch=epoch, reason=str(error)))
-        else:
-            log.info(
-                event(
-                    f"rank {self._node.rank} started",
-                    epoch=epoch,
-                    engine_log=f"journalctl -t glm53-rank{self._node.rank}",
+        async with self._turn:
+            try:
+                await self._rank.start()
+            except Glm53Error as error:
+                self._rank.refuse(epoch, str(error))
+            else:
+                log.info(
+                    event(
+                        f"rank {self._node.rank} started",
+                        epoch=epoch,
+                        engine_log=f"journalctl -t glm53-rank{self._node.rank}",
+                    )
                 )
-            )
+
+    def _work(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a step of the current epoch; it is cancelled when the epoch ends. (Every message comes twice.)
+
+        An unforeseen failure is a refusal: silence would leave the whole pair waiting.
+        """
+        task = asyncio.create_task(work)
+        epoch = self._launch.epoch if self._launch else 0
+
+        def done(_: asyncio.Task[None]) -> None:
+            self._steps.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                log.error(event("the epoch's own work failed", error=repr(error)), exc_info=error)
+                self._rank.refuse(epoch, f"its supervisor's own work failed: {error!r}")
+
+        self._steps.add(task)
+        task.add_done_callback(done)
 
     def _end(self, epoch: int, reason: str, *, fault: bool) -> None:
-        """End the rank once; later calls for the same epoch find no launch any more."""
+        """End the rank once; later calls for the same epoch find no launch any more.
+
+        Steps take turns, first come first served, so the rank of the next epoch is made after this one is
+        gone.
+        """
         if self._launch is None:
             return
         self._launch, self._last_end = None, reason
-        before, self._work = (
-            self._work,
-            asyncio.create_task(self._end_rank(epoch, reason, fault=fault, after=self._work)),
-        )
-        if before is not None:
-            before.cancel()
+        for step in self._steps:
+            step.cancel()
+        self._background.spawn(self._end_rank(epoch, reason, fault=fault))
 
-    async def _end_rank(
-        self, epoch: int, reason: str, *, fault: bool, after: asyncio.Task[None] | None
-    ) -> None:
-        if after is not None:
-            await asyncio.gather(after, return_exceptions=True)
-        await self._rank.end(reason, fault=fault)
+    async def _end_rank(self, epoch: int, reason: str, *, fault: bool) -> None:
+        async with self._turn:
+            await self._rank.end(reason, fault=fault)
         log.info(event(f"the rank of epoch {epoch} is gone"))
 
     # What is shown ------------------------------------------------------------------------
@@ -255,7 +293,7 @@ class Follower:
         return await probe(self._node.me.fabric, rdma=rdma, runner=self._world.runner, root=self._world.root)
 
     def _report(self) -> None:
-        self._spawn(self._dialler.say(State(report=self._rank.report)))
+        self._background.spawn(self._dialler.say(State(report=self._rank.report)))
         self._wake.set()
 
     def _line(self, line: Line) -> None:
@@ -267,13 +305,13 @@ class Follower:
         self._last_progress = now
         if self._launch is not None:
             text = line.text if line.kind is LineKind.PROGRESS else ""
-            self._spawn(self._dialler.say(Progress(epoch=self._launch.epoch, text=text)))
+            self._background.spawn(self._dialler.say(Progress(epoch=self._launch.epoch, text=text)))
 
     def status(self) -> Status:
         """Return what the gate and `glm53 status` show."""
         report, launch, lead = self._rank.report, self._launch, self._node.lead
         running = report.state is RankState.RUNNING
-        silent = (
+        silent = self._docker_problem or (
             self._verdict()
             if launch
             else (
@@ -320,8 +358,3 @@ class Follower:
     def _request_stop(self) -> None:
         self._stop_requested = True
         self._wake.set()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

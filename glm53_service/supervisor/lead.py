@@ -11,7 +11,7 @@ import secrets
 
 from aiohttp import web
 
-from glm53_service.docker import DockerApi
+from glm53_service.docker import DockerApi, remove_ours
 from glm53_service.engines import engine_for
 from glm53_service.engines.base import Line, LineKind
 from glm53_service.errors import GaveUpError, UnavailableError
@@ -34,9 +34,16 @@ from glm53_service.supervisor.decide import (
 )
 from glm53_service.supervisor.epoch import Epoch
 from glm53_service.supervisor.members import ROUTE, Members, listening_sockets
-from glm53_service.supervisor.messages import Bye, Progress, Welcome
+from glm53_service.supervisor.messages import Bye, Progress, Stop, Welcome
 from glm53_service.supervisor.ranks import Rank
-from glm53_service.supervisor.service import gate_addresses, keep_alive, on_signals, serve, start_gate
+from glm53_service.supervisor.service import (
+    Background,
+    gate_addresses,
+    keep_alive,
+    on_signals,
+    serve,
+    start_gate,
+)
 from glm53_service.supervisor.world import World
 
 log = logging.getLogger(__name__)
@@ -94,7 +101,7 @@ class Lead:
         self._phase = Phase.IDLE
         self._phase_since = self._progress_at = world.clock()
         self._epoch: Epoch | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
         self._stop_requested = False
         self._docker_problem = ""
         self._fabric = Fabric(rails=(), problem="not looked at yet")
@@ -102,6 +109,7 @@ class Lead:
         self._resume_at = 0.0
         self._progress = self._last_end = ""
         self._errors = ErrorLines(0)
+        self._refused = False
         self._epochs_ended = 0
         self._state_since = world.wall()
         self._decision = Decision(action=Action.NONE, state="waiting")
@@ -130,25 +138,21 @@ class Lead:
                 model=self._settings.model.name,
             )
         )
-        self._tasks = {
-            asyncio.create_task(keep_alive(self._world.notifier)),
-            asyncio.create_task(self._beat()),
-        }
+        self._background.spawn(keep_alive(self._world.notifier))
+        self._background.spawn(self._beat())
         try:
             await self._loop()
         finally:
             self._world.notifier.stopping()
             if self._epoch is not None:
                 await self._epoch.cancel()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._background.cancel()
             await gate.cleanup()
             await peers.cleanup()
 
     async def _loop(self) -> None:
-        await self._rank.end("a leftover of an earlier supervisor", fault=False)
         while True:
+            self._background.check()
             if self._phase is Phase.IDLE:
                 await self._look_around()
             decision = decide(self._snapshot(), self._settings.supervision)
@@ -187,8 +191,10 @@ class Lead:
             api_problem=epoch.api_problem if epoch else "",
             canary_right=bool(epoch and epoch.canary_right),
             canary_problem=epoch.canary_problem if epoch else "",
+            crash=epoch.crash if epoch else "",
             quiet=now - self._progress_at,
-            ending_for=now - self._phase_since,
+            phase_for=now - self._phase_since,
+            ended=bool(epoch and epoch.ended),
             faults=self._faults(),
             resume_in=max(0.0, self._resume_at - now),
         )
@@ -202,13 +208,16 @@ class Lead:
         return self._ledger.faults_within(self._settings.supervision.faults_window_seconds)
 
     async def _look_around(self) -> None:
-        """Refresh docker's and the fabric's state, at most every IDLE_LOOK_SECONDS; both can change at any
+        """Refresh docker's and the fabric's state, at most every IDLE_LOOK_SECONDS: both can change at any
         time.
+
+        No epoch is here, so whatever container of this cluster docker has is a leftover.
         """
         if self._world.clock() - self._looked_at < IDLE_LOOK_SECONDS:
             return
         try:
-            await self._docker.ping()
+            for name in await remove_ours(self._docker, self._node.cluster):
+                log.warning(event("removed a container of an earlier supervisor", container=name))
             self._docker_problem = ""
         except UnavailableError as error:
             self._docker_problem = error.message
@@ -282,10 +291,12 @@ class Lead:
             world=self._world,
             wake=self._wake.set,
         )
-        self._members.new_epoch()
         self._progress, self._errors = "", ErrorLines(0)
         self._enter(Phase.PREPARING)
-        log.info(event(f"epoch {self._epoch.number} begins", ranks=len(self._node.nodes)))
+        log.log(
+            logging.DEBUG if self._refused else logging.INFO,
+            event(f"epoch {self._epoch.number} begins", ranks=len(self._node.nodes)),
+        )
         self._epoch.prepare(self._fabric)
 
     def _tell_rails(self) -> None:
@@ -312,16 +323,17 @@ class Lead:
     def _end(self, epoch: Epoch, cause: Cause, reason: str) -> None:
         served = self._phase is Phase.SERVING
         level = logging.INFO if cause is Cause.PLANNED else logging.WARNING
+        if cause is Cause.REFUSED and reason == self._last_end:
+            level = logging.DEBUG  # asked again every few seconds, for hours perhaps: said once
         log.log(level, event(f"epoch {epoch.number} ends: {reason}", cause=cause))
         if cause is Cause.FAULT:
             self._ledger.record_fault(reason)
         self._resume_at = self._world.clock() + backoff_seconds(cause, self._faults())
         self._last_end, self._epochs_ended = reason, self._epochs_ended + 1
+        self._refused = cause is Cause.REFUSED
         self._enter(Phase.ENDING)
         drain = int(self._settings.supervision.stop_grace_seconds) if served and cause is Cause.PLANNED else 0
-        task = asyncio.create_task(epoch.end(cause, reason, drain))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._background.spawn(epoch.end(cause, reason, drain))
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
@@ -331,6 +343,11 @@ class Lead:
     async def _beat(self) -> None:
         while True:
             await self._members.beat()
+            epoch = self._epoch
+            current = None if epoch is None or epoch.stopped or self._phase is Phase.IDLE else epoch.number
+            for node, stray in self._members.strays(current):
+                reason = "this epoch is over"
+                await self._members.tell(node, Stop(epoch=stray, reason=reason, fault=False))
             await self._world.sleep(self._settings.supervision.heartbeat_seconds)
 
     # What is shown

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import WSMsgType, web
 
-from glm53_service.errors import AuthError
+from glm53_service.errors import AuthError, UnavailableError
 from glm53_service.node import Node, Peer
 from glm53_service.status import RankStatus
 from glm53_service.story import event
@@ -25,7 +25,7 @@ from glm53_service.supervisor.messages import (
     Message,
     PathName,
     Progress,
-    Refused,
+    RankState,
     Report,
     State,
     Welcome,
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 ROUTE = "/v1/peer"
 HANDSHAKE_SECONDS = 5.0
 NEVER = float("inf")
+HAS_CONTAINER = (RankState.CREATED, RankState.RUNNING, RankState.EXITED)
 CLOCK_SKEW_SECONDS = 5.0
 IP_FREEBIND = getattr(socket, "IP_FREEBIND", 15)
 """ip(7): bind an address that the machine does not have (yet): there is none while the peer is off."""
@@ -62,7 +63,6 @@ class _Link:
     paths: dict[PathName, _Path] = field(default_factory=dict)
     heard: dict[PathName, float] = field(default_factory=dict)
     report: Report = field(default_factory=Report)
-    refused: Refused | None = None
     bye: str = ""
     rejected: str = ""
 
@@ -108,10 +108,15 @@ class Members:
         """Return every follower in rank order, as `glm53 status` shows it."""
         return tuple(_status(link) for link in self._links.values())
 
-    def new_epoch(self) -> None:
-        """Forget the refusals of the epoch before."""
-        for link in self._links.values():
-            link.refused = None
+    def strays(self, epoch: int | None) -> list[tuple[str, int]]:
+        """Return (node, epoch) of every follower whose container belongs to no epoch, or to another than
+        `epoch`.
+        """
+        return [
+            (name, link.report.epoch)
+            for name, link in self._links.items()
+            if link.paths and link.report.state in HAS_CONTAINER and link.report.epoch != epoch
+        ]
 
     async def tell(self, node: str, message: Message) -> None:
         """Send `message` over the path that spoke last; a closed connection is seen by its absence, not
@@ -211,7 +216,10 @@ class Members:
         skew = hello.wall_time - self._wall()
         if abs(skew) > CLOCK_SKEW_SECONDS and not link.paths:
             log.warning(event("the clocks differ; the logs will too", node=hello.node, seconds=skew))
-        link.instance, link.hello, link.report = hello.instance, hello, hello.report
+        if link.instance != hello.instance:
+            link.report = Report()
+        link.instance, link.hello = hello.instance, hello
+        self._learn(link, hello.report)
         link.rejected = link.bye = ""
         before = link.paths.get(hello.path)
         link.paths[hello.path] = path
@@ -221,12 +229,13 @@ class Members:
         self._on_change()
 
     def _hear(self, link: _Link, name: PathName, path: _Path, message: Message) -> None:
+        if link.paths.get(name) is not path:
+            return  # still buffered of a connection, or of a supervisor, that a newer one replaced
         path.heard = link.heard[name] = self._clock()
         match message:
-            case State():
-                link.report = message.report
-            case Refused():
-                link.refused = message
+            case State() | Beat(report=Report()):
+                if message.report is None or not self._learn(link, message.report):
+                    return
             case Bye():
                 link.bye = message.reason
             case Progress():
@@ -235,6 +244,13 @@ class Members:
             case _:
                 return
         self._on_change()
+
+    def _learn(self, link: _Link, report: Report) -> bool:
+        """Take a report unless a newer one is known already; return whether it was news."""
+        if report.serial <= link.report.serial:
+            return False
+        link.report = report
+        return True
 
     def _drop(self, link: _Link, name: PathName, path: _Path) -> None:
         path.abort()
@@ -259,16 +275,14 @@ class Members:
             fabric_silence=now - link.heard.get(PathName.FABRIC, -NEVER),
             management_silence=now - link.heard.get(PathName.MANAGEMENT, -NEVER),
             report=link.report,
-            leftovers=link.hello.containers if link.hello and link.report.epoch == 0 else (),
-            fabric_problem=link.hello.fabric.problem if link.hello and not link.report.fabric else "",
-            refused=link.refused.reason if link.refused and link.refused.epoch == epoch else "",
+            refused=link.report.refused if link.report.epoch == epoch else "",
             bye=link.bye,
             mismatch=mismatch,
         )
 
 
 def _status(link: _Link) -> RankStatus:
-    fabric = link.report.fabric or (link.hello.fabric if link.hello else None)
+    fabric = link.report.fabric
     return RankStatus(
         rank=link.rank,
         node=link.peer.node,
@@ -292,13 +306,22 @@ async def _send(path: _Path, message: Message) -> None:
 
 
 def listening_sockets(addresses: list[str], port: int) -> list[socket.socket]:
-    """Return bound sockets on each address, also on one that is not there yet (IP_FREEBIND)."""
+    """Return bound sockets on each address, also on one that is not there yet (IP_FREEBIND).
+
+    UnavailableError when somebody else has the port.
+    """
     sockets = []
     for address in addresses:
         bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.setsockopt(socket.SOL_IP, IP_FREEBIND, 1)
-        bound.bind((address, port))
+        try:
+            bound.bind((address, port))
+        except OSError as error:
+            raise UnavailableError(
+                f"port {port} on {address} cannot be had: {(error.strerror or str(error)).lower()}",
+                hint=f"`ss -ltnp 'sport = :{port}'` shows who has it; end that or take another port",
+            ) from None
         bound.setblocking(False)
         sockets.append(bound)
     return sockets

@@ -38,10 +38,14 @@ class RankState(StrEnum):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """How a node's rank stands.
 
-    `exit_code` and `reason` belong to an exit; `command` to a created container.
+    `serial` counts the changes on that node: words travel over two networks and may arrive out of order, the
+    highest serial of an instance is the truth. `exit_code` and `reason` belong to an exit, `command` to a
+    created container, `refused` says why this node cannot make its rank of `epoch`.
     """
 
+    serial: int = 0
     epoch: int = 0
+    refused: str = ""
     state: RankState = RankState.ABSENT
     exit_code: int | None = None
     reason: str = ""
@@ -50,9 +54,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """A follower's first words on a path.
+    """A follower's first words on a path; `wall_time` in Unix seconds.
 
-    `containers` are rank containers still there; `wall_time` in Unix seconds.
+    It is only said once no container of the cluster is left on the node but that of the report.
     """
 
     node: str
@@ -61,9 +65,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     release: str
     wall_time: float
     path: PathName
-    containers: tuple[str, ...]
     report: Report
-    fabric: Fabric
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
@@ -76,20 +78,18 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
-    """A heartbeat, both ways, on each path."""
+    """A heartbeat, both ways, on each path.
+
+    A follower's carries its report, so that a word lost with a dying connection is said again.
+    """
+
+    report: Report | None = None
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
     """Build the container of `launch.epoch`, start nothing."""
 
     launch: Launch
-
-
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """This node cannot make its rank, and why."""
-
-    epoch: int
-    reason: str
 
 
 class Go(msgspec.Struct, frozen=True, kw_only=True, tag="go"):
@@ -125,4 +125,4 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
     reason: str
 
 
-Message = Hello | Welcome | Beat | Prepare | Refused | Go | State | Progress | Stop | Bye
+Message = Hello | Welcome | Beat | Prepare | Go | State | Progress | Stop | Bye

@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 TAIL_LINES = 400
 CONTENT_DIGITS = 12
-DOCKER_PATIENCE_SECONDS = 60
 MEMORY_POLL_SECONDS = 2.0
 
 
@@ -57,6 +56,7 @@ class Rank:
         self._tasks: list[asyncio.Task[None]] = []
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._last_error = ""
+        self._epoch = 0
         self.report = Report()
 
     def place(self, fabric: Fabric, content: str) -> Place:
@@ -79,43 +79,52 @@ class Rank:
         """
         self._engine = engine
         self._settings = launch.settings
+        self._epoch = launch.epoch
         await remove_ours(self._docker, self._cluster)
         image = await self._image(launch)
         self._check_model(Path(launch.settings.model.path))
         await self._wait_for_memory(launch)
         place = self.place(fabric, launch.image_content)
-        Path(place.cache).mkdir(parents=True, exist_ok=True)
+        try:
+            Path(place.cache).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UnavailableError(
+                f"{place.cache} cannot be made: {error.strerror}",
+                hint="it belongs to user glm53; is the disk full, or something of another owner in the way?",
+            ) from None
         spec = engine.container(launch, place, image)
         self._container = await self._docker.create(spec)
         self._tail.clear()
         self._last_error = ""
-        self._set(Report(epoch=launch.epoch, state=RankState.CREATED, command=spec.shell(), fabric=fabric))
+        self._set(RankState.CREATED, command=spec.shell(), fabric=fabric)
+
+    def refuse(self, epoch: int, reason: str) -> None:
+        """Say that this node cannot make its rank of `epoch`."""
+        self._epoch = epoch
+        self._set(RankState.ABSENT, refused=reason)
 
     async def start(self) -> None:
         """Start the prepared container and follow its output and its end."""
         if self._container is None:
             raise UnavailableError("no container is prepared")
         await self._docker.start(self._container)
-        self._set(_with(self.report, state=RankState.RUNNING))
+        self._change(RankState.RUNNING)
         self._tasks = [
             asyncio.create_task(self._follow(self._container)),
             asyncio.create_task(self._await_exit(self._container)),
         ]
 
     async def end(self, reason: str, *, fault: bool, grace_seconds: int = 0) -> None:
-        """End the container (with a drain when there is a grace), keep evidence of a fault, remove it."""
-        container, epoch = self._container, self.report.epoch
-        running = self.report.state is RankState.RUNNING
+        """End the container (with a drain when there is a grace), keep evidence of a fault, remove it.
+
+        It returns only when docker says that nothing of the cluster is left here, however long docker is
+        away: "absent" is what lets the next epoch begin.
+        """
+        container, running = self._container, self.report.state is RankState.RUNNING
         if container is not None:
-            self._set(
-                _with(
-                    self.report,
-                    state=RankState.ENDING,
-                    exit_code=self.report.exit_code,
-                    reason=self.report.reason or reason,
-                )
-            )
-        for attempt in range(DOCKER_PATIENCE_SECONDS):
+            self._change(RankState.ENDING, self.report.exit_code, self.report.reason or reason)
+        told = False
+        while True:
             try:
                 if container is not None:
                     await self._end_container(
@@ -124,14 +133,15 @@ class Rank:
                 await remove_ours(self._docker, self._cluster)
                 break
             except UnavailableError as error:
-                if attempt == 0:
+                if not told:
                     log.warning(event("docker does not let the rank end; trying on", error=error.message))
+                told = True
                 await self._world.sleep(1.0)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks, self._container = [], None
-        self._set(Report(epoch=epoch))
+        self._set(RankState.ABSENT, refused=self.report.refused)
 
     async def _end_container(self, container: str, reason: str, *, fault: bool, grace_seconds: int) -> None:
         if grace_seconds:
@@ -231,19 +241,36 @@ class Rank:
         except UnavailableError as error:
             code, reason = None, error.message
         if self.report.state is not RankState.ENDING:
-            self._set(_with(self.report, state=RankState.EXITED, exit_code=code, reason=reason))
+            self._change(RankState.EXITED, code, reason)
 
-    def _set(self, report: Report) -> None:
-        self.report = report
+    def _change(self, state: RankState, exit_code: int | None = None, reason: str = "") -> None:
+        """Report another state of the same container."""
+        self._set(
+            state,
+            exit_code=exit_code,
+            reason=reason,
+            command=self.report.command,
+            fabric=self.report.fabric,
+        )
+
+    def _set(
+        self,
+        state: RankState,
+        *,
+        exit_code: int | None = None,
+        reason: str = "",
+        command: str = "",
+        fabric: Fabric | None = None,
+        refused: str = "",
+    ) -> None:
+        self.report = Report(
+            serial=self.report.serial + 1,
+            epoch=self._epoch,
+            state=state,
+            exit_code=exit_code,
+            reason=reason,
+            command=command,
+            fabric=fabric,
+            refused=refused,
+        )
         self._on_change()
-
-
-def _with(report: Report, *, state: RankState, exit_code: int | None = None, reason: str = "") -> Report:
-    return Report(
-        epoch=report.epoch,
-        state=state,
-        exit_code=exit_code,
-        reason=reason,
-        command=report.command,
-        fabric=report.fabric,
-    )

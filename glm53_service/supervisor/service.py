@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from aiohttp import web
 
@@ -15,6 +16,33 @@ from glm53_service.settings import Gate
 from glm53_service.status import Status
 
 LOOPBACK = "127.0.0.1"
+
+
+class Background:
+    """The tasks that a supervisor cannot do without: what ends one of them unforeseen ends the supervisor.
+
+    systemd starts it anew then; a task that died unseen would leave a supervisor that looks alive and does
+    nothing.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` beside the caller."""
+        self._tasks.add(asyncio.create_task(work))
+
+    def check(self) -> None:
+        """Raise what ended a task, if any was ended by an exception."""
+        for task in [task for task in self._tasks if task.done()]:
+            self._tasks.discard(task)
+            task.result()
+
+    async def cancel(self) -> None:
+        """End them all."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 def on_signals(stop: Callable[[], None]) -> None:

@@ -37,6 +37,7 @@ class FakeDocker:
         self.containers: dict[str, FakeContainer] = {}
         self.history: list[str] = []
         self.problem = ""
+        self.create_seconds = 0.0
         self.on_start: Callable[[FakeContainer], Awaitable[None]] | None = None
         self.on_exit: Callable[[FakeContainer], Awaitable[None]] | None = None
         self._made = 0
@@ -54,6 +55,7 @@ class FakeDocker:
 
     async def create(self, spec: ContainerSpec) -> str:
         self._check()
+        await asyncio.sleep(self.create_seconds)
         self._made += 1
         name = f"c{self._made}"
         self.containers[name] = FakeContainer(spec)

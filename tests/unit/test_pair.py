@@ -1,155 +1,21 @@
-"""A lead and a follower in one process, over real websockets on loopback, with docker and the engine as
-doubles.
-"""
+"""A lead and a follower together: what ends an epoch, what follows, and what is refused."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from glm53_service.errors import GaveUpError
-from glm53_service.node import Node, load_node
-from glm53_service.notify import Notifier
-from glm53_service.supervisor import dial, members
-from glm53_service.supervisor.follow import Follower
-from glm53_service.supervisor.lead import Lead
 from glm53_service.supervisor.messages import PathName
-from glm53_service.supervisor.world import World
-from tests.unit.doubles import FakeApi, FakeDocker, free_port, make_settings
+from tests.unit.pair import Cut, Pair, quick, run_pair
 
-TOKEN = "ab" * 32
-LINKS = json.dumps(
-    [
-        {
-            "ifname": f"f{n}",
-            "flags": ["LOWER_UP"],
-            "mtu": 9000,
-            "addr_info": [{"family": "inet", "local": f"127.0.1.{n}"}],
-        }
-        for n in (1, 2)
-    ]
-)
+__all__ = ["quick"]
 
-
-@dataclass
-class Pair:
-    """Two nodes and what runs on them."""
-
-    folder: Path
-    port: int
-    gate: int
-    api: FakeApi
-    docker: dict[str, FakeDocker] = field(default_factory=lambda: {"a": FakeDocker(), "b": FakeDocker()})
-    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    service: dict[str, Any] = field(default_factory=dict)
-    token: dict[str, str] = field(default_factory=lambda: {"a": TOKEN, "b": TOKEN})
-    release: dict[str, str] = field(default_factory=lambda: {"a": "r1", "b": "r1"})
-    changes: dict[str, Any] = field(default_factory=dict)
-
-    def node(self, name: str) -> Node:
-        """Return node.yaml of `name`; every address is on loopback."""
-        return load_node(
-            f"""{{version: 1, cluster: unit, node: {name}, supervisor_port: {self.port}, nodes: [
-            {{node: a, management: 127.0.0.1, fabric: [127.0.1.1]}},
-            {{node: b, management: 127.0.0.2, fabric: [127.0.1.2]}}]}}""",
-            "node.yaml",
-        )
-
-    def world(self, name: str) -> World:
-        """Return the world of `name`: real clocks, its own state folder."""
-
-        async def runner(_: Any) -> str:
-            return LINKS
-
-        return World(runner=runner, notifier=Notifier({}), state=self.folder / name)
-
-    def start(self, name: str) -> None:
-        """Start the supervisor of `name`."""
-        tokens = (self.token[name],)
-        if name == "a":
-            settings = make_settings(
-                self.folder / "model", api={"port": self.api.port}, gate={"port": self.gate}, **self.changes
-            )
-            made: Any = Lead(
-                self.node("a"), settings, tokens, self.release["a"], self.docker["a"], self.world("a")
-            )
-        else:
-            made = Follower(self.node("b"), tokens, self.release["b"], self.docker["b"], self.world("b"))
-        self.service[name] = made
-        self.tasks[name] = asyncio.create_task(made.run())
-
-    async def stop(self, name: str) -> None:
-        """Ask for a planned stop and wait for it."""
-        self.service[name]._request_stop()
-        await asyncio.wait_for(self.tasks[name], 10)
-
-    async def kill(self, name: str) -> None:
-        """End a supervisor as SIGKILL does: nothing is said, its containers stay."""
-        self.tasks[name].cancel()
-        await asyncio.gather(self.tasks[name], return_exceptions=True)
-
-    async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Return once `condition` holds; 10 s is the budget, not a measure."""
-        try:
-            async with asyncio.timeout(10):
-                while not condition():
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            pytest.fail(f"never: {what}; lead: {self.service['a'].status() if 'a' in self.service else None}")
-
-    async def serving(self, epoch: int) -> None:
-        """Return once the pair serves in `epoch`."""
-        await self.until(
-            lambda: self.service["a"].status().ready and self.service["a"].status().epoch == epoch,
-            f"serving in epoch {epoch}",
-        )
-
-    def running(self) -> tuple[int, int]:
-        """Return how many rank containers run on a and on b."""
-        return len(self.docker["a"].running()), len(self.docker["b"].running())
-
-    def evidence(self, name: str) -> list[Path]:
-        """Return the evidence folders of `name`."""
-        folder = self.folder / name / "evidence"
-        return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def run_pair(folder: Path, story: Callable[[Pair], Coroutine[Any, Any, None]], **changes: Any) -> None:
-    """Run `story` against a fresh pair and take it down."""
-    (folder / "model").mkdir()
-    (folder / "model/config.json").write_text("{}")
-
-    async def play() -> None:
-        api = FakeApi(free_port(), model="unit-model", reply="It is Paris.")
-        pair = Pair(folder, free_port(), free_port(), api, changes=changes)
-        pair.docker["a"].on_start, pair.docker["a"].on_exit = api.start, api.stop
-        try:
-            await story(pair)
-        finally:
-            for task in pair.tasks.values():
-                task.cancel()
-            await asyncio.gather(*pair.tasks.values(), return_exceptions=True)
-            await api.stop(None)  # type: ignore[arg-type]
-
-    asyncio.run(play())
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the waits that only a person or a dead host would notice."""
-    monkeypatch.setattr("glm53_service.supervisor.dial.REDIAL_SECONDS", 0.05)
-    monkeypatch.setattr("glm53_service.supervisor.dial.REJECTED_SECONDS", 0.05)
-    monkeypatch.setattr("glm53_service.supervisor.lead.IDLE_LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("glm53_service.supervisor.decide.BACKOFF_SECONDS", (0.0, 0.1))
-    monkeypatch.setattr("glm53_service.supervisor.decide.REFUSED_RETRY_SECONDS", 0.1)
-    monkeypatch.setattr("glm53_service.supervisor.service.LOOPBACK", "127.0.0.3")
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
@@ -278,24 +144,11 @@ def test_a_silent_fabric_makes_suspect_then_ends_both(
         pair.start("a")
         pair.start("b")
         await pair.serving(1)
-        cut = {"on": True}
-        plain, dial_plain = members._send, dial.Dialler._send
-
-        async def lead_send(path: Any, message: Any) -> None:
-            link = pair.service["a"]._members._links["b"]
-            if not (cut["on"] and link.paths.get(PathName.FABRIC) is path):
-                await plain(path, message)
-
-        async def follower_send(self: Any, opened: Any, message: Any) -> None:
-            if not (cut["on"] and self._open.get(PathName.FABRIC) is opened):
-                await dial_plain(self, opened, message)
-
-        monkeypatch.setattr(members, "_send", lead_send)
-        monkeypatch.setattr(dial.Dialler, "_send", follower_send)
+        cut = Cut(pair, PathName.FABRIC, monkeypatch)
         await pair.until(lambda: not pair.service["a"].status().ready, "suspect")
         await pair.until(lambda: pair.running() == (0, 0), "no rank is left alone")
         assert pair.service["a"].status().faults == 0
-        cut["on"] = False
+        cut.on = False
         await pair.serving(2)
 
     run_pair(tmp_path, story)

@@ -59,6 +59,7 @@ def test_valid_settings_survive_the_way_to_a_follower() -> None:
             {"supervision": {"lease_seconds": 0.1}},
             "supervision.lease_seconds: found 0.1, expected at least three",
         ),
+        ({"supervision": {"stop_grace_seconds": 300}}, "supervision.stop_grace_seconds: found 300"),
         ({"supervision": {"peer_lost_seconds": 0.2}}, "supervision.peer_lost_seconds: found 0.2"),
         ({"model": {"path": "models/x"}}, "model.path: found 'models/x'"),
         ({"image": None}, "image: found None"),

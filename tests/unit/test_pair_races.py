@@ -1,0 +1,237 @@
+"""Races and bad moments between lead and follower, each once seen to hang the pair or to miscount."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from glm53_service.artifacts.content import image_content
+from glm53_service.engines.base import ContainerSpec, Launch
+from glm53_service.supervisor import dial, follow
+from glm53_service.supervisor.cleanup import clean_up
+from glm53_service.supervisor.follow import Follower
+from glm53_service.supervisor.messages import Hello, Message, PathName, Prepare, RankState, Stop
+from glm53_service.supervisor.world import World
+from tests.unit.doubles import FakeContainer, FakeDocker, make_settings
+from tests.unit.pair import Cut, Pair, quick, run_pair
+
+__all__ = ["quick"]
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def old_container() -> FakeContainer:
+    """Return a rank container of a supervisor that is gone."""
+    labels = {"glm53.cluster": "unit", "glm53.epoch": "1"}
+    spec = ContainerSpec(
+        name="glm53-rank1",
+        image="x",
+        command=(),
+        environment={},
+        mounts=(),
+        user="0:0",
+        shm_bytes=1,
+        stop_seconds=1,
+        labels=labels,
+        gpus=False,
+        rdma=False,
+    )
+    return FakeContainer(spec, state="running")
+
+
+@pytest.mark.parametrize("where", ["a", "b"])
+def test_a_folder_that_cannot_be_made_is_refused_and_mended(tmp_path: Path, where: str) -> None:
+    """Prevents an endless 'preparing' on a full disk or a file in the way."""
+
+    async def story(pair: Pair) -> None:
+        (tmp_path / where).mkdir()
+        (tmp_path / where / "cache").write_text("in the way")
+        pair.start("a")
+        pair.start("b")
+        await pair.until(lambda: "cannot be made" in pair.service["a"].status().last_end, "refused")
+        (tmp_path / where / "cache").unlink()
+        await pair.until(lambda: pair.service["a"].status().ready, "serving")
+
+    run_pair(tmp_path, story)
+
+
+@pytest.mark.parametrize("create_seconds", [0.0, 0.6])
+def test_a_late_hello_does_not_undo_a_newer_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, create_seconds: float
+) -> None:
+    """Prevents a slow second network from hiding a rank that is there: a hang, or a fault that never was."""
+    plain = follow.Follower._hello
+
+    async def slow(self: follow.Follower, path: PathName) -> Hello:
+        hello = await plain(self, path)
+        if path is PathName.MANAGEMENT:
+            await asyncio.sleep(0.3)
+        return hello
+
+    monkeypatch.setattr(follow.Follower, "_hello", slow)
+
+    async def story(pair: Pair) -> None:
+        pair.docker["a"].create_seconds = create_seconds
+        pair.start("a")
+        pair.start("b")
+        await pair.serving(1)
+        await asyncio.sleep(0.5)  # the late hello has arrived by then
+        status = pair.service["a"].status()
+        assert (status.ready, status.epoch, status.faults) == (True, 1, 0)
+
+    run_pair(tmp_path, story)
+
+
+def test_a_new_epoch_waits_for_the_end_of_the_old_rank(tmp_path: Path) -> None:
+    """Prevents the end of epoch N from wiping the container of N+1, which then waits for ever."""
+
+    async def story(pair: Pair) -> None:
+        settings = make_settings(tmp_path / "model")
+        content = image_content(await pair.docker["b"].image(settings.image))
+        follower = Follower(pair.node("b"), ("ab" * 32,), "r1", pair.docker["b"], pair.world("b"))
+        pair.docker["b"].create_seconds = 0.1
+        for epoch in (100, 101, 102):
+            launch = Launch(
+                epoch=epoch, settings=settings, image_content=content, master="127.0.1.1", world=2
+            )
+            follower._message(Prepare(launch=launch))
+            await asyncio.sleep(0.15 if epoch == 100 else 0.0)
+        await asyncio.sleep(0.6)
+        assert (follower._rank.report.epoch, follower._rank.report.state) == (102, RankState.CREATED)
+        assert [c.spec.labels["glm53.epoch"] for c in pair.docker["b"].containers.values()] == ["102"]
+
+    run_pair(tmp_path, story)
+
+
+def test_a_word_lost_with_a_dying_network_is_said_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents 'ready' with a dead rank: its exit was told once, over the network that just went."""
+
+    async def story(pair: Pair) -> None:
+        pair.start("a")
+        pair.start("b")
+        await pair.serving(1)
+        dialler = pair.service["b"]._dialler
+        dialler._heard[PathName.MANAGEMENT] = dialler._world.clock() + 0.001
+        Cut(pair, PathName.MANAGEMENT, monkeypatch)
+        await pair.docker["b"].exit(pair.docker["b"].running()[0], 1)
+        await pair.serving(2)
+
+    run_pair(tmp_path, story)
+
+
+def test_an_exit_over_a_dark_fabric_is_no_engine_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents a pair that gives up after five pulled cables."""
+
+    async def story(pair: Pair) -> None:
+        pair.start("a")
+        pair.start("b")
+        await pair.serving(1)
+        Cut(pair, PathName.FABRIC, monkeypatch)
+        await pair.until(lambda: not pair.service["a"].status().ready, "suspect")
+        for container in pair.docker["b"].running():
+            await pair.docker["b"].exit(container, 1)
+        await pair.until(lambda: pair.running() == (0, 0), "both are gone")
+        assert pair.service["a"].status().faults == 0
+
+    run_pair(tmp_path, story)
+
+
+def test_a_leftover_under_a_docker_that_comes_late_goes(tmp_path: Path) -> None:
+    """Prevents a worker that is waited for for ever after a power cut, over a container nobody removes."""
+
+    async def story(pair: Pair) -> None:
+        pair.docker["b"].containers["old"] = old_container()
+        pair.docker["b"].problem = "docker does not answer"
+        pair.start("a")
+        pair.start("b")
+        await pair.until(
+            lambda: "docker does not answer" in str(pair.service["b"].status().reasons), "it says so"
+        )
+        assert pair.service["a"].status().reasons == ("waiting for b (rank 1): not heard of yet",)
+        pair.docker["b"].problem = ""
+        await pair.serving(1)
+        assert "old" not in pair.docker["b"].containers
+
+    run_pair(tmp_path, story)
+
+
+def test_one_odd_answer_of_ip_does_not_end_the_dialling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents a follower that looks alive and never dials again."""
+    answers = {"odd": 2}
+    plain = Pair.world
+
+    def world(self: Pair, name: str) -> World:
+        made = plain(self, name)
+
+        async def runner(argv: Sequence[str]) -> str:
+            answers["odd"] -= 1
+            return "" if answers["odd"] >= 0 else await made.runner(argv)
+
+        return dataclasses.replace(made, runner=runner) if name == "b" else made
+
+    monkeypatch.setattr(Pair, "world", world)
+
+    async def story(pair: Pair) -> None:
+        pair.start("a")
+        pair.start("b")
+        await pair.until(lambda: pair.service["a"].status().ready, "serving")
+
+    run_pair(tmp_path, story)
+
+
+def test_a_dead_background_task_ends_the_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a supervisor whose watchdog is happy while nothing dials any more."""
+
+    async def broken(self: dial.Dialler, path: PathName, source: str, target: str) -> None:
+        raise RuntimeError("made up")
+
+    monkeypatch.setattr(dial.Dialler, "_keep", broken)
+
+    async def story(pair: Pair) -> None:
+        pair.start("b")
+        with pytest.raises(RuntimeError, match="made up"):
+            await asyncio.wait_for(pair.tasks["b"], 5)
+
+    run_pair(tmp_path, story)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_stray_rank_is_told_to_end(tmp_path: Path, lost: bool) -> None:
+    """Prevents a rank whose `stop` was lost from holding the pair for ever: its lease is fine."""
+
+    async def story(pair: Pair) -> None:
+        pair.start("a")
+        pair.start("b")
+        await pair.serving(1)
+        told = pair.service["a"]._members.tell_all
+
+        async def tell_all(message: Message, *, every_path: bool = False) -> None:
+            if not (lost and isinstance(message, Stop)):
+                await told(message, every_path=every_path)
+
+        pair.service["a"]._members.tell_all = tell_all
+        stray = pair.docker["b"].running()[0]
+        await pair.docker["a"].exit(pair.docker["a"].running()[0], 0)
+        await pair.until(lambda: stray not in pair.docker["b"].containers, "the follower's rank is gone")
+        await pair.until(lambda: pair.service["a"].status().ready, "serving")
+
+    run_pair(tmp_path, story)
+
+
+def test_a_full_disk_does_not_keep_an_orphan_running(tmp_path: Path) -> None:
+    """Prevents ExecStopPost from leaving a rank alone because its evidence could not be written."""
+    docker = FakeDocker()
+    docker.containers["old"] = old_container()
+    (tmp_path / "evidence").write_text("no folder")
+    asyncio.run(clean_up(docker, "unit", World(state=tmp_path), {"SERVICE_RESULT": "signal"}))
+    assert docker.containers == {}
