@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+LOCAL_REPOSITORY = "glm53/engine"
+LOCAL_TAG_DIGITS = 12
 CONFIG_KEYS = ("Cmd", "Entrypoint", "Env", "User", "WorkingDir")
 
 
@@ -28,3 +30,12 @@ def image_content(inspect: Mapping[str, Any]) -> str:
         "config": {key: config.get(key) or None for key in CONFIG_KEYS},
     }
     return "sha256:" + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def local_tag(content: str) -> str:
+    """Return the tag under which an image of `content` travels and is found on a worker.
+
+    A digest reference does not survive `docker save` and `docker load`; a tag made of the content does, and
+    cannot lie about it.
+    """
+    return f"{LOCAL_REPOSITORY}:{content.removeprefix('sha256:')[:LOCAL_TAG_DIGITS]}"

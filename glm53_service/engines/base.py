@@ -140,8 +140,12 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LineKind(StrEnum):
-    """What a line of a rank's log is worth to a reader."""
+    """What a line of a rank's log is worth.
 
+    WAITING is no sign of life: the engine repeats it while it hangs.
+    """
+
+    WAITING = "waiting"
     DETAIL = "detail"
     PROGRESS = "progress"
     ERROR = "error"

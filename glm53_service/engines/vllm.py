@@ -43,6 +43,10 @@ PROGRESS = (
 FAULT = re.compile(r"^(?:\S+ )?(?:\(.*?\) )?(?:ERROR|CRITICAL)\b|^\w*(?:Error|Exception): ")
 
 
+WAITING = re.compile(r"No available shared memory broadcast block found|Waiting for \d+ .*(?:core|worker)")
+"""What vLLM says once a minute while it waits for a rank that may never come."""
+
+
 class VllmEngine:
     """The vLLM adapter."""
 
@@ -78,6 +82,8 @@ class VllmEngine:
 
     def read_line(self, line: str) -> Line:
         """Return a milestone, an error, or a detail."""
+        if WAITING.search(line):
+            return Line(kind=LineKind.WAITING, text=line.strip()[:400])
         if FAULT.search(line):
             return Line(kind=LineKind.ERROR, text=line.strip()[:400])
         for pattern, text in PROGRESS:

@@ -84,6 +84,8 @@ class Epoch:
         With a drain, a serving rank 0 finishes its requests first, which needs the others.
         """
         await self.cancel()
+        if drain_seconds and await self._idle():
+            drain_seconds = 0
         self.stopped = not drain_seconds
         stop = Stop(epoch=self.number, reason=reason, fault=cause is Cause.FAULT)
         end = self._rank.end(reason, fault=cause is Cause.FAULT, grace_seconds=drain_seconds)
@@ -95,6 +97,14 @@ class Epoch:
             await asyncio.gather(self._members.tell_all(stop, every_path=True), end)
         self.ended = True
         self._wake()
+
+    async def _idle(self) -> bool:
+        """Return whether the engine says that it has no request: there is nothing to drain then."""
+        api = self._api()
+        try:
+            return self._engine.running_requests(await api.metrics()) == 0
+        finally:
+            await api.close()
 
     async def cancel(self) -> None:
         """Stop this epoch's own work, and return once nothing of it runs any more."""

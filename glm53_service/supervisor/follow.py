@@ -297,6 +297,8 @@ class Follower:
         self._wake.set()
 
     def _line(self, line: Line) -> None:
+        if line.kind is LineKind.WAITING:
+            return
         now = self._world.clock()
         if line.kind is LineKind.ERROR and self._launch is not None:
             self._errors.tell(log, line.text)

@@ -234,6 +234,8 @@ class Lead:
         self._wake.set()
 
     def _line(self, line: Line) -> None:
+        if line.kind is LineKind.WAITING:
+            return
         if line.kind is LineKind.ERROR and self._phase is not Phase.ENDING:
             self._errors.tell(log, f"rank 0: {line.text}")
         self._moved(f"rank 0: {line.text}" if line.kind is LineKind.PROGRESS else "")

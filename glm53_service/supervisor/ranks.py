@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from glm53_service.artifacts.content import image_content
+from glm53_service.artifacts.cache import give_back
+from glm53_service.artifacts.content import image_content, local_tag
 from glm53_service.docker import DockerApi, remove_ours
 from glm53_service.engines.base import Engine, Launch, Line, LineKind, Place
 from glm53_service.errors import Glm53Error, UnavailableError
@@ -183,22 +184,22 @@ class Rank:
             log.info(event("evidence kept", folder=folder))
 
     async def _image(self, launch: Launch) -> str:
-        reference = launch.settings.image
-        try:
-            inspect = await self._docker.image(reference)
-        except UnavailableError as error:
-            raise UnavailableError(
-                f"image {reference} is not on this node ({error.message})",
-                hint="run site.yml: it ships the head's image",
-            ) from None
-        content = image_content(inspect)
-        if content != launch.image_content:
-            raise UnavailableError(
+        """Return the local id of the launch's image: by its reference, or as it was shipped from the head."""
+        reference, found = launch.settings.image, ""
+        for name in (reference, local_tag(launch.image_content)):
+            try:
+                inspect = await self._docker.image(name)
+            except UnavailableError as error:
+                found = found or f"image {reference} is not on this node ({error.message})"
+                continue
+            content = image_content(inspect)
+            if content == launch.image_content:
+                return str(inspect["Id"])
+            found = (
                 f"image {reference} differs from the head's: {content[:19]} here,"
-                f" {launch.image_content[:19]} there",
-                hint="run site.yml: it ships the head's image",
+                f" {launch.image_content[:19]} there"
             )
-        return str(inspect["Id"])
+        raise UnavailableError(found, hint="run site.yml: it ships the head's image")
 
     def _check_model(self, path: Path) -> None:
         try:
@@ -215,6 +216,8 @@ class Rank:
         need = launch.settings.supervision.min_free_gib
         deadline = self._world.clock() + launch.settings.supervision.min_free_wait_seconds
         while (free := read_memory(self._world.root).free / GIB) < need:
+            # Page cache of the weights counts against CUDA, and nothing else would ever give it back.
+            await asyncio.to_thread(give_back, Path(launch.settings.model.path))
             if self._world.clock() >= deadline:
                 holders = ", ".join(largest_processes(self._world.root))
                 raise UnavailableError(

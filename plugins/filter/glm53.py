@@ -66,18 +66,26 @@ def glm53_known_hosts(workers: list[str], hostvars: Mapping[str, Any]) -> list[s
     return lines
 
 
+def glm53_image_tag(inspect: Mapping[str, Any] | None) -> str:
+    """Return the tag under which an image is shipped to the workers, empty for no image."""
+    content = glm53_image_content(inspect)
+    return _content().local_tag(content) if content else ""
+
+
 def glm53_image_content(inspect: Mapping[str, Any] | None) -> str:
     """Return an image's content id, empty for no image."""
-    if not inspect:
-        return ""
+    return _content().image_content(inspect) if inspect else ""
+
+
+def _content() -> Any:
     try:
-        from glm53_service.artifacts.content import image_content
+        from glm53_service.artifacts import content
     except ImportError as error:
         raise AnsibleFilterError(
             f"Found: {sys.executable} cannot import glm53_service ({error}). Expected: Ansible runs from the"
             " project's own environment. Fix: `make venv`, then .venv/bin/ansible-playbook"
         ) from error
-    return image_content(inspect)
+    return content
 
 
 def glm53_file_differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,6 +151,7 @@ class FilterModule:
                 glm53_targets,
                 glm53_known_hosts,
                 glm53_image_content,
+                glm53_image_tag,
                 glm53_file_differences,
                 glm53_foreign_rails,
                 glm53_reasons,

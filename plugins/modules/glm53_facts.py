@@ -31,6 +31,8 @@ options:
 """
 
 DOCKER_SOCKET = "/run/docker.sock"
+SHIPPED = "glm53/engine"
+"""The repository of images that came from the head (glm53_service.artifacts.content.LOCAL_REPOSITORY)."""
 NETPLAN_FOLDERS = ("/run/netplan", "/etc/netplan", "/lib/netplan")
 TOOLS = ("rsync", "zstd", "ssh", "ping", "netplan", "networkctl", "systemctl")
 
@@ -69,6 +71,7 @@ def docker_facts(image: str) -> dict[str, Any]:
         if image:
             status, found = docker_get("/images/" + urllib.parse.quote(image, safe="/:@") + "/json")
             inspect = found if status == 200 else None
+        shipped = {tag: docker_get("/images/" + tag + "/json")[1] for tag in shipped_tags()}
     except (OSError, ValueError, http.client.HTTPException) as error:
         return {"answers": False, "why": f"{DOCKER_SOCKET}: {error}", "image": None}
     return {
@@ -78,7 +81,17 @@ def docker_facts(image: str) -> dict[str, Any]:
         "root": info.get("DockerRootDir", ""),
         "free_bytes": free_bytes(info.get("DockerRootDir", "/")),
         "image": inspect,
+        "shipped": shipped,
     }
+
+
+def shipped_tags() -> list[str]:
+    """Return the tags of images that came from the head."""
+    filters = urllib.parse.quote(json.dumps({"reference": [SHIPPED]}))
+    _, images = docker_get(f"/images/json?filters={filters}")
+    return [
+        tag for image in images or [] for tag in image.get("RepoTags") or [] if tag.startswith(SHIPPED + ":")
+    ]
 
 
 def docker_flavour(version: dict[str, Any], info: dict[str, Any]) -> str:

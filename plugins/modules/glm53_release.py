@@ -131,6 +131,21 @@ def point(link: Path, target: Path) -> None:
     temporary.rename(link)
 
 
+def in_use(releases: Path, proc: Path = Path("/proc")) -> set[str]:
+    """Return the releases whose Python some process runs: a supervisor that is not restarted yet still
+    imports.
+    """
+    found = set()
+    for arguments in proc.glob("[0-9]*/cmdline"):
+        try:
+            first = arguments.read_bytes().split(b"\0", 1)[0].decode(errors="replace")
+        except OSError:
+            continue
+        if first.startswith(f"{releases}/"):
+            found.add(Path(first).relative_to(releases).parts[0])
+    return found
+
+
 def switch(root: Path, release: str, link: Path) -> None:
     """Make `release` the current one, keep the one before, remove the rest."""
     current = root / "current"
@@ -143,6 +158,7 @@ def switch(root: Path, release: str, link: Path) -> None:
         point(link, current / "bin/glm53")
     previous = root / "previous"
     keep = {release, previous.read_text(encoding="utf-8").strip() if previous.exists() else ""}
+    keep |= in_use(root / "releases")
     for folder in (root / "releases").iterdir():
         if folder.name not in keep:
             shutil.rmtree(folder)

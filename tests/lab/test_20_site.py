@@ -93,10 +93,14 @@ def test_the_owners_own_keys_stay(lab: Lab, pair: Pair) -> None:
 
 
 def test_settings_on_the_nodes_are_the_heads_alone(pair: Pair) -> None:
-    """Prevents a worker with settings of its own, and files that everybody may read."""
+    """Prevents a worker with settings of its own, a token that others read, and a status that only root
+    gets.
+    """
     assert pair.sh(HEAD, "stat", "-c", "%U:%G %a", "/etc/glm53/settings.yaml", "/etc/glm53/token").split(
         "\n"
-    )[:2] == ["root:glm53 640", "root:root 600"]
+    )[:2] == ["root:glm53 644", "root:root 600"]
+    shown = pair.sh(HEAD, "runuser", "-u", "spark", "--", "glm53", "status")
+    assert "serving" in shown
     assert pair.lab.exec(WORKER, ["test", "-e", "/etc/glm53/settings.yaml"], check=False).returncode == 1
 
 

@@ -37,6 +37,7 @@ class FakeDocker:
         self.containers: dict[str, FakeContainer] = {}
         self.history: list[str] = []
         self.problem = ""
+        self.references: set[str] | None = None
         self.create_seconds = 0.0
         self.on_start: Callable[[FakeContainer], Awaitable[None]] | None = None
         self.on_exit: Callable[[FakeContainer], Awaitable[None]] | None = None
@@ -51,6 +52,8 @@ class FakeDocker:
 
     async def image(self, reference: str) -> dict[str, Any]:
         self._check()
+        if self.references is not None and reference not in self.references:
+            raise UnavailableError(f"no such image: {reference}")
         return {"Id": f"sha256:id-of-{reference}", "RootFS": {"Layers": self.layers}, "Architecture": "amd64"}
 
     async def create(self, spec: ContainerSpec) -> str:
@@ -128,6 +131,7 @@ class FakeApi:
 
     def __init__(self, port: int, *, model: str, reply: str) -> None:
         self.port, self.model, self.reply = port, model, reply
+        self.requests = 2
         self._runner: web.AppRunner | None = None
 
     async def start(self, _: FakeContainer) -> None:
@@ -151,7 +155,7 @@ class FakeApi:
         return web.Response()
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text='vllm:num_requests_running{engine="0"} 2.0\n')
+        return web.Response(text=f'vllm:num_requests_running{{engine="0"}} {self.requests}.0\n')
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": self.model}]})

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from glm53_service.artifacts.content import image_content, local_tag
 from glm53_service.errors import GaveUpError
 from glm53_service.supervisor.messages import PathName
 from tests.unit.pair import Cut, Pair, quick, run_pair
@@ -79,6 +80,21 @@ def test_a_planned_stop_drains_rank_0_first_and_is_no_fault(tmp_path: Path) -> N
         assert pair.service["b"].status().state == "waiting"
         pair.start("a")
         await pair.serving(2)
+
+    run_pair(tmp_path, story)
+
+
+def test_an_idle_pair_stops_at_once(tmp_path: Path) -> None:
+    """Prevents a restart that waits seconds for a drain of nothing."""
+
+    async def story(pair: Pair) -> None:
+        pair.api.requests = 0
+        pair.start("a")
+        pair.start("b")
+        await pair.serving(1)
+        await pair.stop("a")
+        assert "stop" not in pair.docker["a"].history
+        assert pair.running() == (0, 0)
 
     run_pair(tmp_path, story)
 
@@ -186,6 +202,27 @@ def test_an_image_that_differs_is_refused_before_anything_starts(tmp_path: Path)
         assert pair.service["a"].status().faults == 0
         pair.docker["b"].layers = pair.docker["a"].layers
         await pair.until(lambda: pair.service["a"].status().ready, "serving")
+
+    run_pair(tmp_path, story)
+
+
+def test_an_image_that_came_under_its_content_tag_is_found(tmp_path: Path) -> None:
+    """Prevents a worker that never finds what was shipped: a digest reference is lost by docker save and
+    load.
+    """
+
+    async def story(pair: Pair) -> None:
+        pair.docker["b"].references = set()
+        pair.start("a")
+        pair.start("b")
+        said = "unit/engine:7 is not on this node"
+        await pair.until(lambda: said in pair.service["a"].status().last_end, said)
+        pair.docker["b"].references = {
+            local_tag(image_content(await pair.docker["a"].image("unit/engine:7")))
+        }
+        await pair.until(lambda: pair.service["a"].status().ready, "serving")
+        (container,) = pair.docker["b"].containers.values()
+        assert container.spec.image.startswith("sha256:id-of-glm53/engine:")
 
     run_pair(tmp_path, story)
 

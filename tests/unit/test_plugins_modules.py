@@ -235,3 +235,16 @@ def test_a_counting_reason_is_one_phase() -> None:
     two = {"state": "starting", "reasons": ["loading since 12 s"]}
     assert wait.phase_of(one) == wait.phase_of(two)
     assert wait.line_of(one) == "starting: loading since 10 s"
+
+
+def test_a_release_that_runs_is_in_use(tmp_path: Path) -> None:
+    """Defect: two failed upgrades in a row remove the code of the supervisor that still runs."""
+    releases = tmp_path / "releases"
+    for pid, command in (
+        (7, f"{releases}/abc/bin/python"),
+        (8, "/usr/bin/python3"),
+        (9, f"{releases}x/def/bin/python"),
+    ):
+        (tmp_path / "proc" / str(pid)).mkdir(parents=True)
+        (tmp_path / "proc" / str(pid) / "cmdline").write_bytes(command.encode() + b"\0lead\0")
+    assert release.in_use(releases, tmp_path / "proc") == {"abc"}

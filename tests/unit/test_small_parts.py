@@ -4,7 +4,10 @@ replies.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 
 from glm53_service import evidence
+from glm53_service.artifacts.cache import give_back
 from glm53_service.artifacts.content import image_content
 from glm53_service.canary import reply_text
 from glm53_service.errors import ConfigError
@@ -56,6 +60,34 @@ def test_two_stores_of_one_image_are_equal() -> None:
 def test_what_would_run_differently_differs(change: dict[str, Any]) -> None:
     """Prevents an image of the wrong architecture or with other patches from counting as the same."""
     assert image_content(INSPECT) != image_content({**INSPECT, **change})
+
+
+def test_cached_weights_are_given_back(tmp_path: Path) -> None:
+    """Prevents a memory gate that waits for ever for page cache which nobody drops."""
+    folder = tmp_path / "model"
+    (folder / "deep").mkdir(parents=True)
+    for name in ("a.safetensors", "deep/b.safetensors"):
+        with (folder / name).open("wb") as file:
+            file.write(b"x" * 65536)
+            file.flush()
+            os.fsync(file.fileno())
+    assert cached_pages(folder / "a.safetensors") == 16
+    assert give_back(folder) == 2
+    assert cached_pages(folder / "a.safetensors") == 0
+
+
+def cached_pages(path: Path) -> int:
+    """Return how many 4 KiB pages of a file the kernel has cached (mincore(2))."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = path.stat().st_size
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE) as area,
+    ):
+        pages = (ctypes.c_ubyte * (size // 4096))()
+        start = ctypes.addressof(ctypes.c_char.from_buffer(area))
+        assert libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), pages) == 0
+        return sum(page & 1 for page in pages)
 
 
 def checkout(root: Path) -> Path:

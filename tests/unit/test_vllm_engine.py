@@ -116,6 +116,9 @@ def test_the_engines_drain_ends_before_dockers_kill() -> None:
     assert (value(made.command, "--shutdown-timeout"), made.stop_seconds) == ("35", 40)
 
 
+WAITS = "INFO 11-29 [shm_broadcast.py:5] No available shared memory broadcast block found in 60 s"
+
+
 @pytest.mark.parametrize(
     ("line", "kind", "text"),
     [
@@ -129,6 +132,11 @@ def test_the_engines_drain_ends_before_dockers_kill() -> None:
             "(EngineCore pid=70) ERROR 11-29 16:00:00 [core.py:9] EngineCore failed to start.",
             LineKind.ERROR,
             "(EngineCore pid=70) ERROR 11-29 16:00:00 [core.py:9] EngineCore failed to start.",
+        ),
+        (
+            WAITS,
+            LineKind.WAITING,
+            WAITS,
         ),
         (
             "ValueError: Available memory on node 0 is less than desired",
