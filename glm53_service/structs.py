@@ -7,7 +7,8 @@ itself.
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 import yaml
@@ -66,11 +67,8 @@ def _field(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         reason = str(error).replace("`", "")
-        problems.append(
-            f"{path}: found {value!r}; {_expected(kind) or reason}"
-            if _literal(kind)
-            else f"{path}: found {value!r}; {reason[:1].lower()}{reason[1:]}"
-        )
+        expected = _expected(kind) if _literal(kind) else f"{reason[:1].lower()}{reason[1:]}"
+        problems.append(f"{path}: found {value!r}; {expected}{_why(kind)}")
         return None
 
 
@@ -82,7 +80,12 @@ def _item(kind: type[T], entry: Any, path: str, problems: list[str]) -> T | None
 
 
 def _struct_type(kind: Any) -> type[msgspec.Struct] | None:
-    return kind if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else None
+    """Return the struct that a mapping under `kind` is: `kind` itself, or the one struct of an optional."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return kind
+    if get_origin(kind) in (Union, UnionType):
+        return next((arg for arg in get_args(kind) if _struct_type(arg)), None)
+    return None
 
 
 def _literal(kind: Any) -> tuple[Any, ...]:
@@ -93,6 +96,22 @@ def _literal(kind: Any) -> tuple[Any, ...]:
 
 def _expected(kind: Any) -> str:
     allowed = _literal(kind)
-    if allowed:
-        return f"expected one of {', '.join(map(str, allowed))}"
-    return f"expected {getattr(kind, '__name__', str(kind))}"
+    if not allowed:
+        return f"expected {getattr(kind, '__name__', str(kind))}"
+    words = ", ".join(map(str, allowed))
+    number = next((arg for arg in get_args(kind) if get_origin(arg) is Annotated and not _literal(arg)), None)
+    return f"expected {words} or {_number(number)}" if number else f"expected one of {words}"
+
+
+def _number(kind: Any) -> str:
+    """Return `int 1 to 8` for an annotated number with bounds."""
+    base, *rest = get_args(kind)
+    bounds = next((meta for meta in rest if isinstance(meta, msgspec.Meta)), msgspec.Meta())
+    low = bounds.ge if bounds.ge is not None else bounds.gt
+    return f"{base.__name__} {low} to {bounds.le}" if bounds.le is not None else f"{base.__name__} >= {low}"
+
+
+def _why(kind: Any) -> str:
+    """Return `: reason` where the annotation of `kind` says why only these values are allowed."""
+    metas = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
+    return next((f": {meta.description}" for meta in metas if getattr(meta, "description", None)), "")

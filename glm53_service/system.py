@@ -18,13 +18,18 @@ class Memory:
 
     free: int
     available: int
+    total: int = 0
 
 
 def read_memory(root: Path = Path("/")) -> Memory:
     """Return the machine's memory now."""
     text = (root / "proc/meminfo").read_text(encoding="ascii")
     kib = {name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+)", text, re.MULTILINE)}
-    return Memory(free=kib["MemFree"] * 1024, available=kib["MemAvailable"] * 1024)
+    return Memory(
+        free=kib["MemFree"] * 1024,
+        available=kib["MemAvailable"] * 1024,
+        total=kib.get("MemTotal", 0) * 1024,
+    )
 
 
 def read_boot_id(root: Path = Path("/")) -> str:

@@ -8,11 +8,30 @@ from typing import Any, Protocol
 
 import msgspec
 
+from glm53_service.config import Value
+from glm53_service.drafter import Choice, Refusal
+from glm53_service.engines.health import Health
+from glm53_service.errors import ConfigError
 from glm53_service.fabric.rails import Fabric
-from glm53_service.settings import Settings
+from glm53_service.settings import Settings, choose_drafter
+from glm53_service.system import Memory
 
 LABEL = "glm53"
 """Prefix of the labels on our containers; nothing without `glm53.cluster` is ever touched."""
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """How this start differs from what the settings say, after earlier ones failed in a known way.
+
+    `window` is the one that the engine named, None the asked one; `repeats` counts starts of a passing fault;
+    `changes` says each difference and its reason.
+    """
+
+    number: int = 1
+    window: int | None = None
+    split: bool = True
+    repeats: int = 0
+    changes: tuple[str, ...] = ()
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +42,16 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     image_content: str
     master: str
     world: int
+    drafter: Choice | None = None
+    attempt: Attempt = Attempt()
+
+    @property
+    def choice(self) -> Choice:
+        """The drafter of this start; without one, what the settings alone lead to."""
+        planned = self.drafter or choose_drafter(self.settings)
+        if isinstance(planned, Refusal):
+            raise ConfigError("settings", planned.reasons)
+        return planned
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +78,8 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
 class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's container, engine-neutral.
 
-    `image` is a local content id: nothing is ever pulled at a start.
+    `image` is a local content id: nothing is ever pulled at a start. `entrypoint` None is the image's own.
+    Without `init` a rank is process 1, whose unhandled SIGTERM the kernel drops.
     """
 
     name: str
@@ -63,11 +93,15 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str]
     gpus: bool
     rdma: bool
+    entrypoint: tuple[str, ...] | None = None
+    init: bool = False
+    stack_bytes: int | None = None
+    network: str = "host"
 
     def api(self) -> dict[str, Any]:
         """Return the body of Docker Engine's `POST /containers/create`."""
         host: dict[str, Any] = {
-            "NetworkMode": "host",
+            "NetworkMode": self.network,
             "IpcMode": "private",
             "ShmSize": self.shm_bytes,
             "RestartPolicy": {"Name": "no"},
@@ -75,12 +109,16 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
             "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges"],
             "Binds": [f"{m.source}:{m.target}:{'ro' if m.read_only else 'rw'}" for m in self.mounts],
+            "Init": self.init,
         }
+        limits = [("memlock", -1)] if self.rdma else []
+        limits += [("stack", self.stack_bytes)] if self.stack_bytes else []
+        if limits:
+            host["Ulimits"] = [{"Name": name, "Soft": value, "Hard": value} for name, value in limits]
         if self.gpus:
             host["DeviceRequests"] = [{"Driver": "", "Count": -1, "Capabilities": [["gpu"]]}]
         if self.rdma:  # RDMA registers (pins) memory: without these the first queue pair fails
             host["CapAdd"] = ["IPC_LOCK"]
-            host["Ulimits"] = [{"Name": "memlock", "Soft": -1, "Hard": -1}]
             host["Devices"] = [
                 {
                     "PathOnHost": "/dev/infiniband",
@@ -88,7 +126,8 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
                     "CgroupPermissions": "rwm",
                 }
             ]
-        return {
+        body = {} if self.entrypoint is None else {"Entrypoint": list(self.entrypoint)}
+        return body | {
             "Image": self.image,
             "Cmd": list(self.command),
             "Env": [f"{key}={value}" for key, value in sorted(self.environment.items())],
@@ -108,7 +147,7 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
             self.name,
             "--pull=never",
             "--network",
-            "host",
+            self.network,
             "--ipc",
             "private",
             "--shm-size",
@@ -129,14 +168,19 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.gpus:
             argv += ["--gpus", "all"]
         if self.rdma:
-            argv += ["--cap-add", "IPC_LOCK", "--ulimit", "memlock=-1", "--device", "/dev/infiniband"]
+            argv += ["--cap-add", "IPC_LOCK", "--device", "/dev/infiniband"]
+        for limit in host.get("Ulimits", ()):
+            argv += ["--ulimit", f"{limit['Name']}={limit['Soft']}"]
+        argv += ["--init"] if self.init else []
+        first, *rest = self.entrypoint or ("",)
+        argv += ["--entrypoint", first] if first else []
         for bind in host["Binds"]:
             argv += ["-v", bind]
         for key, value in sorted(self.environment.items()):
             argv += ["-e", f"{key}={value}"]
         for key, value in sorted(self.labels.items()):
             argv += ["--label", f"{key}={value}"]
-        return shlex.join([*argv, self.image, *self.command])
+        return shlex.join([*argv, self.image, *rest, *self.command])
 
 
 class LineKind(StrEnum):
@@ -152,20 +196,71 @@ class LineKind(StrEnum):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One log line, judged; `text` is what the story shows of it."""
+    """One log line, judged; `text` is what the story shows of it.
+
+    `fatal`: the ranks can serve no more, though no process ends.
+    """
 
     kind: LineKind
     text: str
+    fatal: bool = False
 
 
 class Engine(Protocol):
-    """An engine adapter. All methods are pure."""
+    """An engine adapter. All methods are pure.
+
+    `followers_first`: the other ranks' containers start before rank 0's. `drains`: rank 0 finishes its
+    requests after SIGTERM; else they are cut, and who stops it waits for them first. `attempts`: starts in a
+    row, the first included, before a failed start is a fault.
+    """
 
     name: str
+    followers_first: bool
+    drains: bool
+    attempts: int
+
+    # A start
 
     def container(self, launch: Launch, place: Place, image_id: str) -> ContainerSpec:
         """Return the container of the rank at `place`."""
         ...
+
+    def argument_check(self, launch: Launch, place: Place, image_id: str) -> ContainerSpec:
+        """Return a container, without GPU and network, in which the image's parser reads the arguments."""
+        ...
+
+    def read_argument_check(self, code: int, output: str) -> str:
+        """Return why the image refuses the arguments, from how that container ended; empty: it takes them."""
+        ...
+
+    def listens(self, launch: Launch, place: Place) -> tuple[str, ...]:
+        """Return each `host:port` that the rank at `place` binds; a taken one fails only after the load."""
+        ...
+
+    def memory_problem(self, settings: Settings, memory: Memory) -> str:
+        """Return why a rank cannot start in a node's `memory`; empty when it can, or when nobody knows."""
+        ...
+
+    def next_attempt(self, fault: str, attempt: Attempt, settings: Settings) -> Attempt | None:
+        """Return what to start with after `attempt` failed; None when another start would fail alike.
+
+        `fault` is any text that has the engine's own lines.
+        """
+        ...
+
+    def drafter_fault(self, fault: str) -> bool:
+        """Return whether the drafter is what failed."""
+        ...
+
+    def advice(self, fault: str) -> str:
+        """Return what to do about a known fault, in words for a person; empty when it is not known."""
+        ...
+
+    def resolved(self, settings: Settings, choice: Choice, attempt: Attempt) -> tuple[Value, ...]:
+        """Return the values that this start chose, by the keys of settings.yaml."""
+        ...
+
+    # While it runs
 
     def read_line(self, line: str) -> Line:
         """Return what `line` of a rank's log says."""
@@ -180,3 +275,28 @@ class Engine(Protocol):
         say.
         """
         ...
+
+    def read_health(self, status: int, body: str, metrics: str) -> Health:
+        """Return what rank 0's /health (status 0: no answer) and /metrics say."""
+        ...
+
+    def wrong_service(self, launch: Launch, health: Health) -> tuple[str, ...]:
+        """Return in what the running engine serves less than it was asked to."""
+        ...
+
+    def canary_options(self, settings: Settings) -> dict[str, Any]:
+        """Return what a canary's request needs besides model and messages, to be short and repeatable."""
+        ...
+
+    def stop_seconds(self, settings: Settings, rank: int, *, serving: bool) -> int:
+        """Return how long SIGTERM is given before SIGKILL; 0 is SIGKILL at once."""
+        ...
+
+
+def labels(launch: Launch, place: Place) -> dict[str, str]:
+    """Return the labels by which a rank's container is found again."""
+    return {
+        f"{LABEL}.cluster": launch.settings.cluster,
+        f"{LABEL}.epoch": str(launch.epoch),
+        f"{LABEL}.rank": str(place.rank),
+    }

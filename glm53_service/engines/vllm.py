@@ -9,48 +9,65 @@ is clean unless asked for, and ranks only ever end together.
 from __future__ import annotations
 
 import json
+import math
 import re
+from typing import Any
 
-from glm53_service.engines.base import LABEL, ContainerSpec, Launch, Line, LineKind, Mount, Place
+from glm53_service.config import Origin, Value
+from glm53_service.drafter import Choice, DrafterKind
+from glm53_service.engines import vllm_log
+from glm53_service.engines.base import (
+    LABEL,
+    Attempt,
+    ContainerSpec,
+    Launch,
+    Line,
+    Mount,
+    Place,
+    labels,
+)
+from glm53_service.engines.health import Health, metric, refused, whole
 from glm53_service.fabric.environment import rank_environment
-from glm53_service.settings import Settings
-from glm53_service.system import GIB
+from glm53_service.settings import Ablation, Settings
+from glm53_service.settings.vllm import capture_sizes, draft_tokens
+from glm53_service.system import GIB, Memory
 
 CACHE = "/cache"
 LOOPBACK = "127.0.0.1"
 
-PROGRESS = (
-    (
-        re.compile(r"vLLM API server version (\S+)|Initializing a V1 LLM engine \(v(\S+)\)"),
-        "engine process is up",
-    ),
-    (re.compile(r"distributed_init_method=(\S+)"), "joining the other rank"),
-    (re.compile(r"Starting to load model"), "loading the weights"),
-    (
-        re.compile(r"Loading (?:safetensors|weights).*?(\d+)% Completed \| (\d+/\d+)"),
-        r"loading the weights: \1 % (\2)",
-    ),
-    (re.compile(r"Loading weights took ([\d.]+) seconds"), r"weights loaded in \1 s"),
-    (
-        re.compile(r"GPU KV cache size: ([\d,]+) tokens|CPU KV cache size: ([\d,]+) tokens"),
-        "KV pool is allocated",
-    ),
-    (re.compile(r"Capturing CUDA graphs?"), "capturing CUDA graphs"),
-    (re.compile(r"Application startup complete"), "API is up"),
-)
-"""Milestones of a start, in order, from vLLM's own lines (read in 0.32)."""
-
-FAULT = re.compile(r"^(?:\S+ )?(?:\(.*?\) )?(?:ERROR|CRITICAL)\b|^\w*(?:Error|Exception): ")
-
-
-WAITING = re.compile(r"No available shared memory broadcast block found|Waiting for \d+ .*(?:core|worker)")
-"""What vLLM says once a minute while it waits for a rank that may never come."""
+CHECK = """
+import sys
+from vllm.entrypoints.cli.serve import cmd_init
+from vllm.plugins import load_general_plugins
+try:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+except ImportError:
+    from vllm.utils import FlexibleArgumentParser
+load_general_plugins()
+parser = FlexibleArgumentParser(prog="vllm")
+known = {}
+commands = parser.add_subparsers(dest="subparser")
+for command in cmd_init():
+    command.subparser_init(commands)
+    known[command.name] = command
+arguments = parser.parse_args()
+known["serve"].validate(arguments)
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+if arguments.quantization not in (None, *QUANTIZATION_METHODS):
+    sys.exit(f"vllm: error: Unknown quantization method: {arguments.quantization}")
+"""
+"""Reads the arguments as `vllm serve` would, and looks for the quantisation in the image, which the parser
+does not. Tried with vLLM 0.32; it takes the import of vLLM, 15 to 30 s.
+"""
 
 
 class VllmEngine:
     """The vLLM adapter."""
 
     name = "vllm"
+    followers_first = False
+    drains = True
+    attempts = vllm_log.ATTEMPTS
 
     def container(self, launch: Launch, place: Place, image_id: str) -> ContainerSpec:
         """Return the container of the rank at `place`: host network, private IPC, the service's own
@@ -65,32 +82,96 @@ class VllmEngine:
             command=tuple(self._arguments(launch, place)),
             environment=self._environment(settings, place),
             mounts=(
-                Mount(source=settings.model.path, target=settings.model.path, read_only=True),
+                *(Mount(source=path, target=path, read_only=True) for path in self._models(launch)),
                 Mount(source=place.cache, target=CACHE, read_only=False),
             ),
             user=f"{place.uid}:{place.gid}",
             shm_bytes=settings.vllm.shm_gib * GIB,
             stop_seconds=int(settings.supervision.stop_grace_seconds),
-            labels={
-                f"{LABEL}.cluster": settings.cluster,
-                f"{LABEL}.epoch": str(launch.epoch),
-                f"{LABEL}.rank": str(place.rank),
-            },
+            labels=labels(launch, place),
             gpus=cuda,
             rdma=cuda,
         )
 
+    def argument_check(self, launch: Launch, place: Place, image_id: str) -> ContainerSpec:
+        """Return a container that has the image's own parser read the rank's arguments, on any device."""
+        return ContainerSpec(
+            name=f"{LABEL}-check{place.rank}",
+            image=image_id,
+            entrypoint=("python3", "-c", CHECK),
+            command=tuple(self._arguments(launch, place)),
+            environment={"HOME": "/tmp", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+            mounts=(),
+            user=f"{place.uid}:{place.gid}",
+            shm_bytes=GIB,
+            stop_seconds=0,
+            labels=labels(launch, place),
+            gpus=False,
+            rdma=False,
+            network="none",
+        )
+
+    def read_argument_check(self, code: int, output: str) -> str:
+        """Return why vLLM refuses: its parser exits 2, the look for the quantisation 1."""
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        said = lines[-1] if lines else "nothing"
+        if code == 0:
+            return ""
+        if code == 2 or "Unknown quantization method" in said:
+            return f"the image refuses the arguments: {said}"
+        return f"the image's parser cannot be used (exit {code}): {said}. Is it a vLLM image?"
+
+    def listens(self, launch: Launch, place: Place) -> tuple[str, ...]:
+        """Return the API's and the rendezvous' address on rank 0."""
+        if place.rank:
+            return ()
+        api = self.api_address(launch.settings, place.management)
+        return (api, f"{launch.master}:{launch.settings.vllm.rendezvous_port}")
+
+    def memory_problem(self, settings: Settings, memory: Memory) -> str:
+        """Return why vLLM would refuse this node: it wants its share of all memory free at once."""
+        if settings.device != "cuda" or not memory.total:
+            return ""
+        total, free = memory.total / GIB, min(memory.free, memory.available) / GIB
+        share = settings.vllm.gpu_memory_utilization
+        need = share * total
+        if free >= need:
+            return ""
+        fits = math.floor(100 * free / total) / 100
+        return (
+            f"{free:.1f} GiB are free, vllm.gpu_memory_utilization {share:g} of {total:.1f} GiB needs"
+            f" {need:.1f}; what is free now allows {fits:.2f}"
+        )
+
+    def next_attempt(self, fault: str, attempt: Attempt, settings: Settings) -> Attempt | None:
+        """Return one refit to the length that vLLM estimates, or None."""
+        return vllm_log.next_attempt(fault, attempt, settings)
+
+    def drafter_fault(self, fault: str) -> bool:
+        """Return whether the draft model is what failed."""
+        return vllm_log.drafter_fault(fault)
+
+    def advice(self, fault: str) -> str:
+        """Return what a person can do about `fault`."""
+        return vllm_log.advice(fault)
+
+    def resolved(self, settings: Settings, choice: Choice, attempt: Attempt) -> tuple[Value, ...]:
+        """Return drafter, window and graph sizes as this start has them."""
+        v, found = settings.vllm, []
+        if settings.drafter.request != choice.kind:
+            found.append(Value(key="drafter.request", value=str(choice.kind), origin=Origin.DRAFTER))
+        if attempt.window is not None:
+            found.append(Value(key="vllm.max_model_len", value=attempt.window, origin=Origin.REFIT))
+        if settings.device == "cuda" and not v.enforce_eager and v.cudagraph_capture_sizes is None:
+            sizes = list(capture_sizes(v, choice.kind))
+            found.append(Value(key="vllm.cudagraph_capture_sizes", value=sizes, origin=Origin.RULE))
+        return tuple(found)
+
+    # While it runs
+
     def read_line(self, line: str) -> Line:
         """Return a milestone, an error, or a detail."""
-        if WAITING.search(line):
-            return Line(kind=LineKind.WAITING, text=line.strip()[:400])
-        if FAULT.search(line):
-            return Line(kind=LineKind.ERROR, text=line.strip()[:400])
-        for pattern, text in PROGRESS:
-            match = pattern.search(line)
-            if match:
-                return Line(kind=LineKind.PROGRESS, text=match.expand(text) if "\\" in text else text)
-        return Line(kind=LineKind.DETAIL, text=line.strip()[:400])
+        return vllm_log.read_line(line)
 
     def api_address(self, settings: Settings, management: str) -> str:
         """Return `host:port` of rank 0's API."""
@@ -103,6 +184,45 @@ class VllmEngine:
             r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} ([\d.e+]+)", metrics, re.MULTILINE
         )
         return int(sum(map(float, values))) if values else None
+
+    def read_health(self, status: int, body: str, metrics: str) -> Health:
+        """Return what /metrics says; /health has no body, and a 503 of it is an engine that died.
+
+        A prefill moves the share of the KV cache that is used, step by step.
+        """
+        if status != 200:
+            return Health(up=False, problem=refused(status))
+        moves = (
+            "vllm:generation_tokens_total",
+            "vllm:prompt_tokens_total",
+            "vllm:iteration_tokens_total_count",
+            "vllm:kv_cache_usage_perc",
+        )
+        return Health(
+            up=True,
+            running=self.running_requests(metrics),
+            waiting=whole(metric(metrics, "vllm:num_requests_waiting")),
+            tokens=whole(metric(metrics, "vllm:generation_tokens_total")),
+            pulse=" ".join(str(metric(metrics, name)) for name in moves),
+        )
+
+    def wrong_service(self, launch: Launch, health: Health) -> tuple[str, ...]:
+        """Return nothing: vLLM serves what it was told or does not start."""
+        return ()
+
+    def canary_options(self, settings: Settings) -> dict[str, Any]:
+        """Return no thinking for GLM, which thinks by default; the CPU's small models know no such switch."""
+        return {"chat_template_kwargs": {"enable_thinking": False}} if settings.device == "cuda" else {}
+
+    def stop_seconds(self, settings: Settings, rank: int, *, serving: bool) -> int:
+        """Return the grace of a serving rank 0, for its requests; the other ranks never end by themselves."""
+        return int(settings.supervision.stop_grace_seconds) if serving and rank == 0 else 0
+
+    # The command line and the environment of one rank
+
+    def _models(self, launch: Launch) -> list[str]:
+        choice = launch.choice
+        return [launch.settings.model.path, *([choice.path] if choice.kind is DrafterKind.DFLASH2 else [])]
 
     def _arguments(self, launch: Launch, place: Place) -> list[str]:
         settings, v = launch.settings, launch.settings.vllm
@@ -143,8 +263,19 @@ class VllmEngine:
             v.dtype,
         ]
         argv += self._optional_arguments(settings)
+        argv += self._draft_arguments(settings, launch.choice)
         argv += ["--disable-access-log-for-endpoints", "/health,/metrics,/v1/models"]
-        return argv + list(v.extra_args)
+        argv += v.extra_args
+        # A refit is the last word, also over a user's own flag.
+        return argv + (["--max-model-len", str(launch.attempt.window)] if launch.attempt.window else [])
+
+    def _draft_arguments(self, settings: Settings, choice: Choice) -> list[str]:
+        v, argv = settings.vllm, []
+        if config := speculation(settings, choice):
+            argv += ["--speculative-config", json.dumps(config)]
+        if settings.device == "cuda" and not v.enforce_eager:
+            argv += ["--cudagraph-capture-sizes", *map(str, capture_sizes(v, choice.kind))]
+        return argv
 
     def _optional_arguments(self, settings: Settings) -> list[str]:
         v = settings.vllm
@@ -158,9 +289,10 @@ class VllmEngine:
         if v.tool_call_parser:
             argv += ["--enable-auto-tool-choice", "--tool-call-parser", v.tool_call_parser]
         argv += ["--reasoning-parser", v.reasoning_parser] if v.reasoning_parser else []
-        argv += ["--speculative-config", json.dumps(v.speculative)] if v.speculative else []
         argv += ["--limit-mm-per-prompt", json.dumps(v.limit_mm_per_prompt)] if v.limit_mm_per_prompt else []
         argv += ["--skip-mm-profiling"] if v.skip_mm_profiling else []
+        if v.prefix_caching is not None:
+            argv.append("--enable-prefix-caching" if v.prefix_caching else "--no-enable-prefix-caching")
         return argv
 
     def _drain_seconds(self, settings: Settings) -> int:
@@ -179,5 +311,34 @@ class VllmEngine:
             "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # nothing to save; the default waits 5 s
             "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(settings.vllm.execute_timeout_seconds),
             **rank_environment(place.fabric, rdma=settings.device == "cuda"),
+            **(_ablation(settings.vllm.ablation) if settings.vllm.ablation else {}),
             **settings.vllm.extra_env,
         }
+
+
+def speculation(settings: Settings, choice: Choice) -> dict[str, Any] | None:
+    """Return vLLM's --speculative-config; None without drafts.
+
+    The draft model's cache is not the target's FP8, and its attention backend stays unset: vLLM picks
+    FLASH_ATTN, while TRITON_ATTN would make the draft block causal.
+    """
+    v = settings.vllm
+    tokens = draft_tokens(v, choice.kind)
+    if choice.kind is DrafterKind.DFLASH2:
+        return {
+            "method": "dflash",
+            "model": choice.path,
+            "num_speculative_tokens": tokens,
+            "draft_tensor_parallel_size": v.draft_tensor_parallel_size,
+            "kv_cache_dtype": "auto",
+        }
+    return {"method": "mtp", "num_speculative_tokens": tokens} if tokens else None
+
+
+def _ablation(wish: Ablation) -> dict[str, str]:
+    found = {"ABLIT": "1", "ABLIT_LAYERS": wish.layers, "ABLIT_ALPHA": f"{wish.alpha:g}"}
+    if wish.direction is not None:
+        found["ABLIT_DIRECTION"] = wish.direction
+    if wish.include_mtp is not None:
+        found["ABLIT_INCLUDE_MTP"] = str(int(wish.include_mtp))
+    return found

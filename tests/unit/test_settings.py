@@ -53,7 +53,7 @@ def test_valid_settings_survive_the_way_to_a_follower() -> None:
         ({"api": {"bind": "0.0.0.0"}}, "api.bind: found '0.0.0.0'; expected one of loopback, management"),
         ({"gate": {"port": 18888}}, "gate.port: found 18888, the API's own port"),
         ({"canary": {"expect": "("}}, "canary.expect: found '(', not a regular expression"),
-        ({"engine": "tensorfold"}, "engine: found 'tensorfold'; this release has the vllm adapter only"),
+        ({"engine": "sglang"}, "engine: found 'sglang'; expected one of tensorfold, vllm"),
         ({"cluster": "My Pair"}, "cluster: found 'My Pair'"),
         (
             {"supervision": {"lease_seconds": 0.1}},

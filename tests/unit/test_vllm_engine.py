@@ -90,7 +90,6 @@ def test_cuda_asks_for_gpus_and_rdma_with_each_nodes_own_index() -> None:
             "quantization": "exl3",
             "reasoning_parser": "glm45",
             "tool_call_parser": "glm47",
-            "speculative": {"method": "dflash", "n": 7},
         },
     }
     head, worker = spec(0, **changes), spec(1, **changes)
@@ -100,7 +99,6 @@ def test_cuda_asks_for_gpus_and_rdma_with_each_nodes_own_index() -> None:
     assert host["CapAdd"] == ["IPC_LOCK"]
     assert host["Ulimits"] == [{"Name": "memlock", "Soft": -1, "Hard": -1}]
     assert host["DeviceRequests"][0]["Capabilities"] == [["gpu"]]
-    assert value(worker.command, "--speculative-config") == '{"method": "dflash", "n": 7}'
     assert value(worker.command, "--gpu-memory-utilization") == "0.87"
     assert "--enable-auto-tool-choice" in worker.command
 

@@ -1,0 +1,123 @@
+"""What both engines share: the model, where things answer, the canary, the supervisor's times."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Port = Annotated[int, Meta(ge=1024, le=65535)]
+Seconds = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """The snapshot directory, the same path on every node, and the id that the API gives it."""
+
+    path: Annotated[str, Meta(pattern=r"^/\S+$")]
+    name: Annotated[str, Meta(pattern=r"^\S+$")]
+
+
+class Api(msgspec.Struct, frozen=True, kw_only=True):
+    """Where rank 0 serves. Without a key it stays on loopback unless `without_key` says otherwise."""
+
+    port: Port = 8888
+    bind: Literal["loopback", "management"] = "loopback"
+    without_key: bool = False
+
+
+class Gate(msgspec.Struct, frozen=True, kw_only=True):
+    """Where /live, /ready, /status and /metrics answer; `management` keeps loopback as well."""
+
+    port: Port = 8889
+    bind: Literal["loopback", "management"] = "loopback"
+
+
+class CanarySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """A question with a known answer: no rank set is called ready before it gave it."""
+
+    prompt: Annotated[str, Meta(min_length=1)] = "What is 2+2? Answer with a number only."
+    expect: Annotated[str, Meta(min_length=1)] = r"\b4\b"
+    max_tokens: Annotated[int, Meta(ge=1, le=4096)] = 256
+    timeout_seconds: Seconds = 120.0
+
+
+class Supervision(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of the supervisor, in seconds on each node's own monotonic clock.
+
+    `stop_grace_seconds` leaves room below the units' TimeoutStopSec (120). The window for faults is long
+    enough to hold `faults_allowed` starts that each take many minutes.
+    `stall_seconds`: one scheduler iteration of a serving engine that shows them (TensorFold's own watchdog
+    takes 300). `still_seconds`: requests run and no counter of the engine moves; longer than any prefill:
+    a prompt of a million tokens takes a quarter of an hour and moves nothing on some paths.
+    """
+
+    heartbeat_seconds: Seconds = 1.0
+    lease_seconds: Seconds = 4.0
+    peer_lost_seconds: Seconds = 8.0
+    start_stall_seconds: Seconds = 900.0
+    stall_seconds: Seconds = 300.0
+    still_seconds: Seconds = 1800.0
+    stop_grace_seconds: Annotated[float, Meta(gt=0, le=60)] = 20.0
+    faults_allowed: Count = 5
+    faults_window_seconds: Seconds = 7200.0
+    min_free_gib: Annotated[float, Meta(ge=0)] = 0.0
+    min_free_wait_seconds: Annotated[float, Meta(ge=0)] = 180.0
+
+
+def canary_problems(canary: CanarySettings) -> list[str]:
+    """Return what is wrong with the canary."""
+    try:
+        re.compile(canary.expect)
+    except re.error as error:
+        return [f"canary.expect: found {canary.expect!r}, not a regular expression: {error}"]
+    return []
+
+
+def supervision_problems(t: Supervision) -> list[str]:
+    """Return which times contradict each other."""
+    problems = []
+    if t.lease_seconds < 3 * t.heartbeat_seconds:
+        problems.append(
+            f"supervision.lease_seconds: found {t.lease_seconds:g}, expected at least three heartbeats"
+            f" ({3 * t.heartbeat_seconds:g}): one lost packet must not end a rank"
+        )
+    if t.peer_lost_seconds < t.lease_seconds:
+        problems.append(
+            f"supervision.peer_lost_seconds: found {t.peer_lost_seconds:g}, expected at least"
+            f" lease_seconds ({t.lease_seconds:g})"
+        )
+    return problems
+
+
+LOAD_SILENCE_SECONDS = 600.0
+"""TensorFold's ranks say nothing for so long while they look for each other, and weights load in silence."""
+
+LONG_PREFILL_SECONDS = 1000.0
+"""A prompt of 981,841 tokens was seen to take 967 s."""
+
+
+def supervision_warnings(t: Supervision) -> list[str]:
+    """Return which times would end a healthy engine on a Spark, or leave its start unguarded."""
+    found = []
+    if t.start_stall_seconds < LOAD_SILENCE_SECONDS:
+        found.append(
+            f"supervision.start_stall_seconds: {t.start_stall_seconds:g}; an engine that loads may be silent"
+            f" for {LOAD_SILENCE_SECONDS:g} s"
+        )
+    if t.still_seconds < LONG_PREFILL_SECONDS:
+        found.append(
+            f"supervision.still_seconds: {t.still_seconds:g}; a prompt of a million tokens moves no counter"
+            f" for {LONG_PREFILL_SECONDS:g} s"
+        )
+    if t.stall_seconds < 60:
+        found.append(
+            f"supervision.stall_seconds: {t.stall_seconds:g}; a late peer is slow for longer without a fault"
+        )
+    if not t.min_free_gib:
+        found.append(
+            "supervision.min_free_gib: 0; nothing waits for memory that the last engine has not given back"
+        )
+    return found
