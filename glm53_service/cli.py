@@ -10,13 +10,19 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from glm53_service import __version__
 from glm53_service.errors import ConfigError, Glm53Error, NotServingError, UnavailableError, UsageError
 
+if TYPE_CHECKING:
+    from glm53_service.config import Value
+    from glm53_service.node import Node
+    from glm53_service.settings import Settings
+
 ETC = Path("/etc/glm53")
 ASK_SECONDS = 5.0
+FLAGS = {"--json": "for programs", "--origin": "where each value comes from"}
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -40,24 +46,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--debug", action="store_true", help="log details, show tracebacks")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, run, text, as_json in (
+    for name, run, text, flags in (
         (
             "status",
             _status,
             "what this node's supervisor does now; exit 0 only while it serves (head) or runs",
-            True,
+            ("--json",),
         ),
-        ("command", _command, "the exact container of each rank of the current epoch", True),
-        ("check", _check, "validate this node's settings; exit 78 names every fault", False),
-        ("version", _version, "package version and release", False),
-        ("lead", _lead, "supervise rank 0 (glm53-head.service)", False),
-        ("follow", _follow, "supervise another rank (glm53-worker.service)", False),
-        ("cleanup", _cleanup, "remove this cluster's rank containers here (ExecStopPost)", False),
+        ("command", _command, "the exact container of each rank of the current epoch", ("--json",)),
+        ("config", _config, "each effective value of the head's settings", ("--json", "--origin")),
+        ("check", _check, "validate this node's settings; exit 78 names every fault", ()),
+        ("version", _version, "package version and release", ()),
+        ("lead", _lead, "supervise rank 0 (glm53-head.service)", ()),
+        ("follow", _follow, "supervise another rank (glm53-worker.service)", ()),
+        ("cleanup", _cleanup, "remove this cluster's rank containers here (ExecStopPost)", ()),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
-        if as_json:
-            command.add_argument("--json", action="store_true", help="for programs")
+        for flag in flags:
+            command.add_argument(flag, action="store_true", help=FLAGS[flag])
     return parser
 
 
@@ -80,14 +87,55 @@ def _version(_: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     from glm53_service.node import read_node
-    from glm53_service.settings import read_settings
+    from glm53_service.settings import read_settings, warnings
 
     node = read_node(arguments.etc)
     if node.rank == 0:
         settings = read_settings(arguments.etc)
-        _same_cluster(node.cluster, settings.cluster, arguments.etc)
+        _same_pair(node, settings, arguments.etc)
+        for warning in warnings(settings):
+            print(f"warning: {warning}")
     print(f"{node.node}: rank {node.rank} of {len(node.nodes)} in cluster {node.cluster}: settings are valid")
     return 0
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    """Print the file's values; in place of those that a start chooses, what the running one chose."""
+    import msgspec
+
+    from glm53_service.config import Value, effective_values
+    from glm53_service.node import read_node
+    from glm53_service.settings import read_text, settings_from
+    from glm53_service.structs import load_yaml
+
+    path = arguments.etc / "settings.yaml"
+    if read_node(arguments.etc).rank != 0:
+        raise UsageError("only the head has settings; a start carries them to the other nodes")
+    given = load_yaml(read_text(path), str(path))
+    settings = settings_from(given, str(path))
+    try:
+        running = msgspec.convert(_ask(settings.gate.port).get("chosen", ()), tuple[Value, ...])
+    except UnavailableError:
+        running = ()
+    values = effective_values(settings, given, running or _planned(settings))
+    if arguments.json:
+        print(json.dumps(msgspec.to_builtins(values), indent=1))
+        return 0
+    for value in values:
+        line = f"{value.key}: {json.dumps(value.value)}"
+        print(f"{line:60} # {value.origin}" if arguments.origin else line)
+    return 0
+
+
+def _planned(settings: Settings) -> tuple[Value, ...]:
+    """Return what a start would choose by the settings alone."""
+    from glm53_service.drafter import Refusal
+    from glm53_service.engines import engine_for
+    from glm53_service.engines.base import Attempt
+    from glm53_service.settings import choose_drafter
+
+    choice = choose_drafter(settings)
+    return () if isinstance(choice, Refusal) else engine_for(settings).resolved(settings, choice, Attempt())
 
 
 def _status(arguments: argparse.Namespace) -> int:
@@ -181,7 +229,7 @@ def _lead(arguments: argparse.Namespace) -> int:
 
     def make() -> Coroutine[Any, Any, None]:
         node, settings = read_node(arguments.etc), read_settings(arguments.etc)
-        _same_cluster(node.cluster, settings.cluster, arguments.etc)
+        _same_pair(node, settings, arguments.etc)
         if node.rank != 0:
             raise ConfigError(
                 str(arguments.etc / "node.yaml"),
@@ -283,10 +331,15 @@ def _release() -> str:
     return running_release(Path(sys.prefix))
 
 
-def _same_cluster(node: str, settings: str, etc: Path) -> None:
-    if node != settings:
+def _same_pair(node: Node, settings: Settings, etc: Path) -> None:
+    """Raise ConfigError where node.yaml and settings.yaml are of two pairs, or the nodes cannot serve it."""
+    from glm53_service.settings import pair_problems
+
+    if node.cluster != settings.cluster:
         raise ConfigError(
             str(etc),
-            [f"cluster: settings.yaml says {settings!r}, node.yaml {node!r}"],
+            [f"cluster: settings.yaml says {settings.cluster!r}, node.yaml {node.cluster!r}"],
             hint="run site.yml: it writes both",
         )
+    if problems := pair_problems(settings, len(node.nodes)):
+        raise ConfigError(str(etc), problems)

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from glm53_service.config import Value
+
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One rank as the lead sees it.
@@ -24,7 +26,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The state now. `since` and `serving_since` in Unix seconds; `ready` is what /ready answers."""
+    """The state now. `since` in Unix seconds; `ready` is what /ready answers, `chosen` what a start chose."""
 
     role: str
     node: str
@@ -43,6 +45,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     epochs_ended: int = 0
     last_end: str = ""
     running_requests: int | None = None
+    chosen: tuple[Value, ...] = ()
     ranks: tuple[RankStatus, ...] = ()
 
     def line(self) -> str:
