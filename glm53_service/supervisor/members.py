@@ -35,6 +35,10 @@ log = logging.getLogger(__name__)
 
 ROUTE = "/v1/peer"
 HANDSHAKE_SECONDS = 5.0
+STRANGERS = 64
+"""How many addresses that were turned away are remembered: a scan of the network must not grow the
+supervisor.
+"""
 NEVER = float("inf")
 HAS_CONTAINER = (RankState.CREATED, RankState.RUNNING, RankState.EXITED)
 CLOCK_SKEW_SECONDS = 5.0
@@ -93,6 +97,7 @@ class Members:
         self._wall = wall
         self._on_change = on_change
         self._on_progress = on_progress
+        self._turned_away: dict[str, str] = {}
         self._links = {peer.node: _Link(peer, rank) for rank, peer in enumerate(node.nodes) if rank}
 
     @property
@@ -154,11 +159,7 @@ class Members:
         try:
             link, name, path = await self._greet(ws, request.transport)
         except (AuthError, msgspec.DecodeError, TimeoutError, TypeError) as error:
-            log.warning(
-                event(
-                    "a peer was turned away", address=request.remote, error=str(error) or "no hello in time"
-                )
-            )
+            self._turn_away(request.remote or "unknown", str(error) or "no hello in time")
             await ws.close(code=4401, message=str(error).encode()[:120])
             return ws
         try:
@@ -170,6 +171,14 @@ class Members:
         finally:
             self._drop(link, name, path)
         return ws
+
+    def _turn_away(self, address: str, reason: str) -> None:
+        """Tell of a peer that does not fit: once, for it dials again for ever."""
+        if self._turned_away.get(address) != reason:
+            if len(self._turned_away) >= STRANGERS:
+                self._turned_away.clear()
+            self._turned_away[address] = reason
+            log.warning(event("a peer was turned away", address=address, error=reason))
 
     async def _greet(
         self, ws: web.WebSocketResponse, transport: asyncio.BaseTransport | None

@@ -248,7 +248,9 @@ def test_docker_away_is_waited_for_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "said"), [("token", "another token"), ("release", "runs release r0, this head r1")]
 )
-def test_a_peer_that_does_not_fit_is_named(tmp_path: Path, what: str, said: str) -> None:
+def test_a_peer_that_does_not_fit_is_named_once(
+    tmp_path: Path, what: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Prevents a silent wait: the lead says which node does not fit, in what, and what to run."""
 
     async def story(pair: Pair) -> None:
@@ -258,6 +260,8 @@ def test_a_peer_that_does_not_fit_is_named(tmp_path: Path, what: str, said: str)
         await pair.until(lambda: said in "".join(pair.service["a"].status().reasons), said)
         assert "b (rank 1)" in pair.service["a"].status().reasons[0]
         assert pair.docker["a"].history == pair.docker["b"].history == []
+        await asyncio.sleep(0.5)  # ten more attempts
+        assert sum("turned away" in message for message in caplog.messages) == (2 if what == "token" else 0)
 
     run_pair(tmp_path, story)
 
