@@ -28,12 +28,20 @@ class Api:
         await self._session.close()
 
     async def up(self) -> bool:
-        """Return whether the API answers at all (a 200 of /health; that says nothing of the other ranks)."""
+        """Return whether the API answers /health (that says nothing of the other ranks).
+
+        A 401 or 403 is an answer too: what it means is judged afterwards.
+        """
+        status, _ = await self.health()
+        return status in (200, 401, 403)
+
+    async def health(self) -> tuple[int, str]:
+        """Return status and body of /health; status 0 when there is no answer."""
         try:
             async with self._session.get(f"{self._base}/health") as response:
-                return response.status == 200
+                return response.status, await response.text()
         except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
+            return 0, ""
 
     async def metrics(self) -> str:
         """Return the engine's Prometheus text; empty when it does not give any."""
@@ -43,19 +51,19 @@ class Api:
         except (aiohttp.ClientError, OSError, TimeoutError):
             return ""
 
-    async def canary(self, settings: Settings) -> tuple[str, str]:
+    async def canary(self, settings: Settings, options: dict[str, Any]) -> tuple[str, str]:
         """Return (answer, problem): the problem is empty only when the model id and the answer are the
         ones expected.
         """
         try:
             async with asyncio.timeout(settings.canary.timeout_seconds):
-                return await self._canary(settings)
+                return await self._canary(settings, options)
         except TimeoutError:
             return "", f"no answer within {settings.canary.timeout_seconds:g} s"
         except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
             return "", f"the API failed: {type(error).__name__}: {error}"
 
-    async def _canary(self, settings: Settings) -> tuple[str, str]:
+    async def _canary(self, settings: Settings, options: dict[str, Any]) -> tuple[str, str]:
         async with self._session.get(f"{self._base}/v1/models") as response:
             listed = await response.json()
         ids = [entry["id"] for entry in listed["data"]]
@@ -66,6 +74,7 @@ class Api:
             "temperature": 0,
             "max_tokens": settings.canary.max_tokens,
             "messages": [{"role": "user", "content": settings.canary.prompt}],
+            **options,
         }
         unlimited = aiohttp.ClientTimeout(total=None)
         async with self._session.post(
@@ -74,9 +83,24 @@ class Api:
             if response.status != 200:
                 return "", f"HTTP {response.status}: {(await response.text())[:200]}"
             answer = reply_text(await response.json())
+        broken = degenerate(answer)
+        if broken:
+            return answer, broken
         if not re.search(settings.canary.expect, answer):
             return answer, f"answered {answer[:120]!r}, expected /{settings.canary.expect}/"
         return answer, ""
+
+
+def degenerate(answer: str) -> str:
+    """Return why an answer is garbage whatever was asked; empty when it may be language."""
+    words = answer.split()
+    if not words:
+        return "answered nothing"
+    if len(answer.strip()) > 1 and len(set(answer.strip())) == 1:
+        return f"answered one character over and over: {answer[:40]!r}"
+    if len(words) > 2 and len(set(words)) == 1:
+        return f"answered one word over and over: {answer[:40]!r}"
+    return ""
 
 
 def reply_text(completion: dict[str, Any]) -> str:

@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from glm53_service.artifacts.content import image_content
+from glm53_service.artifacts.draft import has_mtp_head, read_draft_files
 from glm53_service.canary import Api
 from glm53_service.docker import DockerApi
-from glm53_service.engines.base import Engine, Launch
-from glm53_service.errors import Glm53Error
+from glm53_service.drafter import Choice, Refusal
+from glm53_service.engines.base import Attempt, Engine, Launch
+from glm53_service.engines.health import Health, Stillness, stall
+from glm53_service.errors import Glm53Error, UnavailableError
 from glm53_service.fabric.rails import Fabric
 from glm53_service.node import Node
-from glm53_service.settings import Settings
+from glm53_service.settings import Settings, choose_drafter
 from glm53_service.story import event
 from glm53_service.supervisor.decide import Cause
 from glm53_service.supervisor.members import Members
@@ -29,8 +33,11 @@ from glm53_service.supervisor.world import World
 log = logging.getLogger(__name__)
 
 API_POLL_SECONDS = 0.25
-METRICS_SECONDS = 10.0
+HEALTH_SECONDS = 5.0
+"""How often a serving rank 0 is looked at: a stall is seen within its limit and this."""
+
 API_MISSES_ALLOWED = 3
+FIRST = Attempt()
 
 
 class Epoch:
@@ -51,12 +58,16 @@ class Epoch:
         docker: DockerApi,
         world: World,
         wake: Callable[[], None],
+        drafter: Choice | None = None,
+        attempt: Attempt = FIRST,
     ) -> None:
         self.number, self.instances, self.began = number, instances, world.clock()
         self._node, self._settings, self._engine = node, settings, engine
         self._rank, self._members, self._docker = rank, members, docker
         self._world, self._wake = world, wake
         self._tasks: set[asyncio.Task[None]] = set()
+        self._drafter, self._attempt = drafter, attempt
+        self.launch: Launch | None = None
         self.prepare_problem = self.api_problem = self.canary_problem = self.crash = self.answer = ""
         self.stopped = self.ended = False
         self.api_up = self.canary_right = False
@@ -88,8 +99,11 @@ class Epoch:
             drain_seconds = 0
         self.stopped = not drain_seconds
         stop = Stop(epoch=self.number, reason=reason, fault=cause is Cause.FAULT)
-        end = self._rank.end(reason, fault=cause is Cause.FAULT, grace_seconds=drain_seconds)
+        grace = self._engine.stop_seconds(self._settings, 0, serving=True) if drain_seconds else 0
+        end = self._rank.end(reason, fault=cause is Cause.FAULT, grace_seconds=grace)
         if drain_seconds:
+            if not self._engine.drains:
+                await self._finish_requests(drain_seconds)
             await end
             self.stopped = True
             await self._members.tell_all(stop, every_path=True)
@@ -98,11 +112,17 @@ class Epoch:
         self.ended = True
         self._wake()
 
+    async def _finish_requests(self, seconds: float) -> None:
+        """Wait until no request runs, for an engine that cuts them at SIGTERM."""
+        deadline = self._world.clock() + seconds
+        while self._world.clock() < deadline and not await self._idle():
+            await self._world.sleep(API_POLL_SECONDS)
+
     async def _idle(self) -> bool:
         """Return whether the engine says that it has no request: there is nothing to drain then."""
         api = self._api()
         try:
-            return self._engine.running_requests(await api.metrics()) == 0
+            return (await self._health(api)).running == 0
         finally:
             await api.close()
 
@@ -122,7 +142,11 @@ class Epoch:
                 image_content=image_content(inspect),
                 master=self._node.lead.fabric[0],
                 world=len(self._node.nodes),
+                drafter=self._drafter or await self._choose_drafter(),
+                attempt=self._attempt,
             )
+            self.launch = launch
+            log.info(event(launch.choice.line()))
             await self._members.tell_all(Prepare(launch=launch), every_path=True)
             await self._rank.prepare(launch, self._engine, fabric)
         except Glm53Error as error:
@@ -131,12 +155,16 @@ class Epoch:
 
     async def _go(self) -> None:
         try:
-            await self._rank.start()
+            if self._engine.followers_first:
+                await self._members.tell_all(Go(epoch=self.number), every_path=True)
+                await self._rank.start()
+            else:
+                await self._rank.start()
+                await self._members.tell_all(Go(epoch=self.number), every_path=True)
         except Glm53Error as error:
             self.prepare_problem = str(error)
             self._wake()
             return
-        await self._members.tell_all(Go(epoch=self.number), every_path=True)
         log.info(
             event("every rank was told to start", epoch=self.number, engine_log="journalctl -t glm53-rank0")
         )
@@ -152,24 +180,55 @@ class Epoch:
     async def _check(self) -> None:
         api = self._api()
         try:
-            self.answer, self.canary_problem = await api.canary(self._settings)
+            health = await self._health(api)
+            wrong = self._engine.wrong_service(self.launch, health) if self.launch else ()
+            if health.problem or wrong:
+                self.canary_problem = "; ".join(filter(None, (health.problem, *wrong)))
+            else:
+                options = self._engine.canary_options(self._settings)
+                self.answer, self.canary_problem = await api.canary(self._settings, options)
         finally:
             await api.close()
         self.canary_right = not self.canary_problem
         self._wake()
 
     async def _watch(self) -> None:
-        api, misses = self._api(), 0
+        api, misses, still = self._api(), 0, Stillness()
+        times = self._settings.supervision
         try:
             while True:
-                self.running_requests = self._engine.running_requests(await api.metrics())
-                misses = 0 if await api.up() else misses + 1
+                health, now = await self._health(api), self._world.clock()
+                self.running_requests = health.running
+                misses = 0 if health.up else misses + 1
+                still = still.after(health, now)
+                problem = health.problem or stall(health, still.seconds(now), times)
                 if misses >= API_MISSES_ALLOWED:
-                    self.api_problem = f"rank 0's API gave no 200 on /health {misses} times in a row"
+                    problem = f"rank 0's /health gave no answer {misses} times in a row"
+                if problem:
+                    self.api_problem = problem
                     self._wake()
-                await self._world.sleep(METRICS_SECONDS if not misses else 1.0)
+                await self._world.sleep(HEALTH_SECONDS if not misses else 1.0)
         finally:
             await api.close()
+
+    async def _health(self, api: Api) -> Health:
+        status, body = await api.health()
+        return self._engine.read_health(status, body, await api.metrics() if status == 200 else "")
+
+    async def _choose_drafter(self) -> Choice:
+        """Return what this start drafts with; the head's files are the measure for every other rank."""
+        settings = self._settings
+        files = None
+        if settings.drafter.path and settings.drafter.request in ("auto", "dflash2"):
+            folder = Path(settings.drafter.path)
+            own = await asyncio.to_thread(
+                read_draft_files, folder, self._world.state, node=self._node.node, rank=0
+            )
+            files = (own,)
+        chosen = choose_drafter(settings, files=files, mtp_head=has_mtp_head(Path(settings.model.path)))
+        if isinstance(chosen, Refusal):
+            raise UnavailableError("; ".join(chosen.reasons))
+        return chosen
 
     def _api(self) -> Api:
         return Api(self._engine.api_address(self._settings, self._node.lead.management))

@@ -22,7 +22,6 @@ from glm53_service.status import RankStatus, Status
 from glm53_service.story import ErrorLines, event
 from glm53_service.supervisor.decide import follower_verdict
 from glm53_service.supervisor.dial import Dialler
-from glm53_service.supervisor.members import listening_sockets
 from glm53_service.supervisor.messages import (
     Bye,
     Go,
@@ -35,6 +34,7 @@ from glm53_service.supervisor.messages import (
     State,
     Stop,
 )
+from glm53_service.supervisor.ports import listening_sockets
 from glm53_service.supervisor.ranks import Rank
 from glm53_service.supervisor.service import Background, gate_addresses, keep_alive, on_signals, start_gate
 from glm53_service.supervisor.world import World
@@ -302,12 +302,17 @@ class Follower:
         now = self._world.clock()
         if line.kind is LineKind.ERROR and self._launch is not None:
             self._errors.tell(log, line.text)
-        if line.kind is not LineKind.PROGRESS and now - self._last_progress < PROGRESS_SECONDS:
+        if (
+            line.kind is not LineKind.PROGRESS
+            and not line.fatal
+            and now - self._last_progress < PROGRESS_SECONDS
+        ):
             return
         self._last_progress = now
         if self._launch is not None:
-            text = line.text if line.kind is LineKind.PROGRESS else ""
-            self._background.spawn(self._dialler.say(Progress(epoch=self._launch.epoch, text=text)))
+            text = line.text if line.kind is LineKind.PROGRESS or line.fatal else ""
+            progress = Progress(epoch=self._launch.epoch, text=text, fatal=line.fatal)
+            self._background.spawn(self._dialler.say(progress))
 
     def status(self) -> Status:
         """Return what the gate and `glm53 status` show."""

@@ -11,6 +11,7 @@ import secrets
 
 from aiohttp import web
 
+from glm53_service.config import Value
 from glm53_service.docker import DockerApi, remove_ours
 from glm53_service.engines import engine_for
 from glm53_service.engines.base import Line, LineKind
@@ -19,6 +20,7 @@ from glm53_service.fabric.probe import probe
 from glm53_service.fabric.rails import Fabric
 from glm53_service.ledger import Ledger
 from glm53_service.node import Node
+from glm53_service.recovery import Recovery, recover
 from glm53_service.settings import Settings
 from glm53_service.status import RankStatus, Status
 from glm53_service.story import ErrorLines, event
@@ -32,9 +34,10 @@ from glm53_service.supervisor.decide import (
     backoff_seconds,
     decide,
 )
-from glm53_service.supervisor.epoch import Epoch
-from glm53_service.supervisor.members import ROUTE, Members, listening_sockets
+from glm53_service.supervisor.epoch import FIRST, Epoch
+from glm53_service.supervisor.members import ROUTE, Members
 from glm53_service.supervisor.messages import Bye, Progress, Stop, Welcome
+from glm53_service.supervisor.ports import listening_sockets
 from glm53_service.supervisor.ranks import Rank
 from glm53_service.supervisor.service import (
     Background,
@@ -110,6 +113,7 @@ class Lead:
         self._progress = self._last_end = ""
         self._errors = ErrorLines(0)
         self._refused = False
+        self._next: Recovery | None = None
         self._epochs_ended = 0
         self._state_since = world.wall()
         self._decision = Decision(action=Action.NONE, state="waiting")
@@ -236,13 +240,23 @@ class Lead:
     def _line(self, line: Line) -> None:
         if line.kind is LineKind.WAITING:
             return
+        if line.fatal:
+            self._fatal(f"rank 0: {line.text}")
         if line.kind is LineKind.ERROR and self._phase is not Phase.ENDING:
             self._errors.tell(log, f"rank 0: {line.text}")
         self._moved(f"rank 0: {line.text}" if line.kind is LineKind.PROGRESS else "")
 
     def _follower_progress(self, node: str, progress: Progress) -> None:
         if self._epoch is not None and progress.epoch == self._epoch.number:
-            self._moved(f"{node}: {progress.text}" if progress.text else "")
+            self._moved(f"{node}: {progress.text}" if progress.text and not progress.fatal else "")
+            if progress.fatal:
+                self._fatal(f"{node}: {progress.text}")
+
+    def _fatal(self, text: str) -> None:
+        """A rank said that it can serve no more, though no process ended."""
+        if self._epoch is not None and self._phase in (Phase.CHECKING, Phase.SERVING):
+            self._epoch.api_problem = text
+            self._wake.set()
 
     def _moved(self, text: str) -> None:
         """Note a sign of life of a rank; a milestone is told once."""
@@ -292,6 +306,8 @@ class Lead:
             docker=self._docker,
             world=self._world,
             wake=self._wake.set,
+            drafter=self._next.drafter if self._next else None,
+            attempt=self._next.attempt if self._next else FIRST,
         )
         self._progress, self._errors = "", ErrorLines(0)
         self._enter(Phase.PREPARING)
@@ -319,23 +335,37 @@ class Lead:
                 seconds=self._world.clock() - epoch.began,
             )
         )
+        self._next = None
         epoch.watch()
         self._world.notifier.ready()
 
     def _end(self, epoch: Epoch, cause: Cause, reason: str) -> None:
         served = self._phase is Phase.SERVING
+        retried = self._retry(epoch, reason) if cause is Cause.FAULT else False
         level = logging.INFO if cause is Cause.PLANNED else logging.WARNING
         if cause is Cause.REFUSED and reason == self._last_end:
             level = logging.DEBUG  # asked again every few seconds, for hours perhaps: said once
         log.log(level, event(f"epoch {epoch.number} ends: {reason}", cause=cause))
-        if cause is Cause.FAULT:
+        if cause is Cause.FAULT and not retried:
+            advice = self._engine.advice(f"{reason}\n{self._rank.tail}")
+            reason = f"{reason}. {advice}" if advice else reason
             self._ledger.record_fault(reason)
-        self._resume_at = self._world.clock() + backoff_seconds(cause, self._faults())
+        wait = 0.0 if retried else backoff_seconds(cause, self._faults())
+        self._resume_at = self._world.clock() + wait
         self._last_end, self._epochs_ended = reason, self._epochs_ended + 1
         self._refused = cause is Cause.REFUSED
         self._enter(Phase.ENDING)
         drain = int(self._settings.supervision.stop_grace_seconds) if served and cause is Cause.PLANNED else 0
         self._background.spawn(epoch.end(cause, reason, drain))
+
+    def _retry(self, epoch: Epoch, reason: str) -> bool:
+        """Take the engine's own way out of a start that failed, where it has one; it is no fault then."""
+        self._next = None
+        if self._phase is Phase.STARTING and epoch.launch is not None:
+            self._next = recover(self._engine, epoch.launch, f"{reason}\n{self._rank.tail}")
+        if self._next is not None:
+            log.warning(event(self._next.reason))
+        return self._next is not None
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
@@ -369,6 +399,10 @@ class Lead:
         )
         return (first, *self._members.statuses())
 
+    def _chosen(self) -> tuple[Value, ...]:
+        launch = self._epoch.launch if self._epoch else None
+        return self._engine.resolved(launch.settings, launch.choice, launch.attempt) if launch else ()
+
     def status(self) -> Status:
         """Return what the gate and `glm53 status` show."""
         d, epoch = self._decision, self._epoch
@@ -390,6 +424,7 @@ class Lead:
             epochs_ended=self._epochs_ended,
             last_end=self._last_end,
             running_requests=epoch.running_requests if epoch else None,
+            chosen=self._chosen(),
             ranks=self._ranks(),
         )
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 from aiohttp import WSMsgType, web
 
-from glm53_service.errors import AuthError, UnavailableError
+from glm53_service.errors import AuthError
 from glm53_service.node import Node, Peer
 from glm53_service.status import RankStatus
 from glm53_service.story import event
@@ -42,8 +41,6 @@ supervisor.
 NEVER = float("inf")
 HAS_CONTAINER = (RankState.CREATED, RankState.RUNNING, RankState.EXITED)
 CLOCK_SKEW_SECONDS = 5.0
-IP_FREEBIND = getattr(socket, "IP_FREEBIND", 15)
-"""ip(7): bind an address that the machine does not have (yet): there is none while the peer is off."""
 
 
 @dataclass(slots=True)
@@ -312,25 +309,3 @@ async def _send(path: _Path, message: Message) -> None:
             await path.ws.send_str(path.sealer.seal(message))
     except (ConnectionError, TimeoutError, RuntimeError):
         return  # its silence or its end is what counts, and both are watched
-
-
-def listening_sockets(addresses: list[str], port: int) -> list[socket.socket]:
-    """Return bound sockets on each address, also on one that is not there yet (IP_FREEBIND).
-
-    UnavailableError when somebody else has the port.
-    """
-    sockets = []
-    for address in addresses:
-        bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.setsockopt(socket.SOL_IP, IP_FREEBIND, 1)
-        try:
-            bound.bind((address, port))
-        except OSError as error:
-            raise UnavailableError(
-                f"port {port} on {address} cannot be had: {(error.strerror or str(error)).lower()}",
-                hint=f"`ss -ltnp 'sport = :{port}'` shows who has it; end that or take another port",
-            ) from None
-        bound.setblocking(False)
-        sockets.append(bound)
-    return sockets

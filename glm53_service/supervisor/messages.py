@@ -105,10 +105,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """A starting rank moved: its latest milestone, else only a sign of life."""
+    """A rank moved: its latest milestone, else only a sign of life. `fatal`: it can serve no more."""
 
     epoch: int
     text: str = ""
+    fatal: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):

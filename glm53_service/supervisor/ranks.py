@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
@@ -12,13 +13,17 @@ from pathlib import Path
 
 from glm53_service.artifacts.cache import give_back
 from glm53_service.artifacts.content import image_content, local_tag
+from glm53_service.artifacts.draft import read_draft_files
 from glm53_service.docker import DockerApi, remove_ours
-from glm53_service.engines.base import Engine, Launch, Line, LineKind, Place
+from glm53_service.drafter import DrafterKind, check_files
+from glm53_service.engines.base import ContainerSpec, Engine, Launch, Line, LineKind, Place
 from glm53_service.errors import Glm53Error, UnavailableError
 from glm53_service.evidence import save_evidence
 from glm53_service.fabric.rails import Fabric
+from glm53_service.files import read_json, write_durably
 from glm53_service.story import event
 from glm53_service.supervisor.messages import RankState, Report
+from glm53_service.supervisor.ports import listening_sockets
 from glm53_service.supervisor.world import World
 from glm53_service.system import GIB, largest_processes, read_memory
 
@@ -27,6 +32,8 @@ log = logging.getLogger(__name__)
 TAIL_LINES = 400
 CONTENT_DIGITS = 12
 MEMORY_POLL_SECONDS = 2.0
+ARGUMENT_CHECK_SECONDS = 300.0
+KNOWN_ARGUMENTS = 16
 
 
 class Rank:
@@ -84,8 +91,10 @@ class Rank:
         await remove_ours(self._docker, self._cluster)
         image = await self._image(launch)
         self._check_model(Path(launch.settings.model.path))
-        await self._wait_for_memory(launch)
         place = self.place(fabric, launch.image_content)
+        self._check_drafter(launch)
+        self._check_ports(engine.listens(launch, place))
+        await self._wait_for_memory(launch, engine)
         try:
             Path(place.cache).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -93,11 +102,18 @@ class Rank:
                 f"{place.cache} cannot be made: {error.strerror}",
                 hint="it belongs to user glm53; is the disk full, or something of another owner in the way?",
             ) from None
+        if self._rank == 0:
+            await self._check_arguments(engine, engine.argument_check(launch, place, image))
         spec = engine.container(launch, place, image)
         self._container = await self._docker.create(spec)
         self._tail.clear()
         self._last_error = ""
         self._set(RankState.CREATED, command=spec.shell(), fabric=fabric)
+
+    @property
+    def tail(self) -> str:
+        """The last lines that this rank said."""
+        return "\n".join(self._tail)
 
     def refuse(self, epoch: int, reason: str) -> None:
         """Say that this node cannot make its rank of `epoch`."""
@@ -212,7 +228,51 @@ class Rank:
         if not readable:
             raise UnavailableError(f"{path}/config.json is empty", hint="run site.yml again")
 
-    async def _wait_for_memory(self, launch: Launch) -> None:
+    def _check_drafter(self, launch: Launch) -> None:
+        choice = launch.choice
+        if choice.kind is DrafterKind.DFLASH2:
+            found = read_draft_files(Path(choice.path), self._world.state, node="this node", rank=self._rank)
+            problem = check_files(choice, found)
+            if problem:
+                raise UnavailableError(problem)
+
+    def _check_ports(self, addresses: tuple[str, ...]) -> None:
+        """Refuse a port that somebody has: the engine would only find out after minutes of loading."""
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            try:
+                for bound in listening_sockets([host], int(port)):
+                    bound.close()
+            except UnavailableError as error:
+                raise UnavailableError(error.message, hint=error.hint) from None
+
+    async def _check_arguments(self, engine: Engine, spec: ContainerSpec) -> None:
+        """Let the image's own parser read the arguments, once for each image and command line."""
+        said = "\0".join((spec.image, *(spec.entrypoint or ()), *spec.command)).encode()
+        key = hashlib.sha256(said).hexdigest()
+        path = self._world.state / "arguments.json"
+        known = list(read_json(path).get("accepted", []))
+        if key in known:
+            return
+        container = await self._docker.create(spec)
+        try:
+            await self._docker.start(container)
+            async with asyncio.timeout(ARGUMENT_CHECK_SECONDS):
+                lines = [line async for line in self._docker.lines(container)]
+                code = await self._docker.wait(container)
+        except TimeoutError:
+            raise UnavailableError(
+                f"the image's parser gave no answer within {ARGUMENT_CHECK_SECONDS:g} s",
+                hint="is it the engine's image? docker logs and the journal have what it said",
+            ) from None
+        finally:
+            await self._docker.remove(container)
+        problem = engine.read_argument_check(code, "\n".join(lines))
+        if problem:
+            raise UnavailableError(problem, hint="mend the engine settings in the inventory and run site.yml")
+        write_durably(path, json.dumps({"accepted": [*known, key][-KNOWN_ARGUMENTS:]}))
+
+    async def _wait_for_memory(self, launch: Launch, engine: Engine) -> None:
         need = launch.settings.supervision.min_free_gib
         deadline = self._world.clock() + launch.settings.supervision.min_free_wait_seconds
         while (free := read_memory(self._world.root).free / GIB) < need:
@@ -225,6 +285,10 @@ class Rank:
                     hint="stop them, or drop the page cache, or lower supervision.min_free_gib",
                 )
             await self._world.sleep(MEMORY_POLL_SECONDS)
+        problem = engine.memory_problem(launch.settings, read_memory(self._world.root))
+        if problem:
+            holders = ", ".join(largest_processes(self._world.root))
+            raise UnavailableError(f"{problem}; the largest processes: {holders}")
 
     async def _follow(self, container: str) -> None:
         try:

@@ -38,6 +38,9 @@ class FakeDocker:
         self.history: list[str] = []
         self.problem = ""
         self.references: set[str] | None = None
+        self.parser = (0, "exited")
+        self.checks = 0
+        self.said: list[str] = ["INFO engine says hello"]
         self.create_seconds = 0.0
         self.on_start: Callable[[FakeContainer], Awaitable[None]] | None = None
         self.on_exit: Callable[[FakeContainer], Awaitable[None]] | None = None
@@ -62,12 +65,19 @@ class FakeDocker:
         self._made += 1
         name = f"c{self._made}"
         self.containers[name] = FakeContainer(spec)
-        self.history.append(f"create {spec.labels['glm53.epoch']}")
+        if "check" in spec.name:
+            self.checks += 1
+        else:
+            self.history.append(f"create {spec.labels['glm53.epoch']}")
         return name
 
     async def start(self, container: str) -> None:
         self._check()
         self.containers[container].state = "running"
+        if "check" in self.containers[container].spec.name:  # the image's parser, which ends by itself
+            self.containers[container].code, self.containers[container].state = self.parser
+            self.containers[container].exited.set()
+            return
         self.history.append("start")
         if self.on_start:
             await self.on_start(self.containers[container])
@@ -101,8 +111,9 @@ class FakeDocker:
         self._check()
         if container in self.containers:
             await self.exit(container, 137)
+            if "check" not in self.containers[container].spec.name:
+                self.history.append("remove")
             del self.containers[container]
-            self.history.append("remove")
 
     async def inspect(self, container: str) -> dict[str, Any]:
         self._check()
@@ -110,7 +121,8 @@ class FakeDocker:
         return {"State": {"Status": found.state, "ExitCode": found.code}}
 
     async def lines(self, container: str) -> AsyncIterator[str]:
-        yield "INFO engine says hello"
+        for line in self.said:
+            yield line
         await self.containers[container].exited.wait()
 
     async def ours(self, cluster: str) -> list[tuple[str, str]]:
@@ -132,6 +144,8 @@ class FakeApi:
     def __init__(self, port: int, *, model: str, reply: str) -> None:
         self.port, self.model, self.reply = port, model, reply
         self.requests = 2
+        self.health: dict[str, Any] | None = None
+        self.health_status = 200
         self._runner: web.AppRunner | None = None
 
     async def start(self, _: FakeContainer) -> None:
@@ -152,7 +166,7 @@ class FakeApi:
             self._runner = None
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response()
+        return web.json_response(self.health or {}, status=self.health_status)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(text=f'vllm:num_requests_running{{engine="0"}} {self.requests}.0\n')

@@ -170,14 +170,25 @@ def test_a_silent_fabric_makes_suspect_then_ends_both(
     run_pair(tmp_path, story)
 
 
-def test_a_wrong_canary_answer_never_becomes_ready_and_gives_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ("!!!!!!!!", "answered one character over and over"),
+        ("Paris Paris Paris", "answered one word over and over"),
+        ("", "answered nothing"),
+        ("London", "answered 'London', expected /Paris/"),
+    ],
+)
+def test_a_wrong_canary_answer_never_becomes_ready_and_gives_up(
+    tmp_path: Path, reply: str, said: str
+) -> None:
     """Prevents '!!!!' from passing as service, and an engine that fails for ever from looping for ever."""
 
     async def story(pair: Pair) -> None:
-        pair.api.reply = "!!!!!!!!"
+        pair.api.reply = reply
         pair.start("a")
         pair.start("b")
-        with pytest.raises(GaveUpError, match=r"3 engine faults.*answered '!!!!!!!!', expected /Paris/"):
+        with pytest.raises(GaveUpError, match=f"3 engine faults.*{said}"):
             await asyncio.wait_for(pair.tasks["a"], 10)
         await pair.until(lambda: pair.running() == (0, 0), "no rank is left")
         ready = pair.service["a"].status()
