@@ -18,8 +18,10 @@ from lab.image import image_tree
 from lab.machine import DOCKER_SECONDS, SSH_SECONDS, Machine
 from lab.model import model_folder
 from lab.run import Completed, check_tools, run, say, step, work_group
-from lab.seed import plant, seed_folder
+from lab.seed import plant, seed_folder, seed_with_double
 from lab.settings import MAX_HOSTS, MODEL_DIR, PREFIX, RAILS, Host, Paths, Suite, find_host, find_rail, hosts
+from lab.tensorfold.checkpoint import CHECKPOINT_DIR, DRAFTER_DIR, write_checkpoint, write_drafter
+from lab.tensorfold.image import double_tree
 
 # Names like g5-a exist once a machine: which state folder they belong to.
 OWNER = Path("/run/glm53-lab")
@@ -82,7 +84,7 @@ class Lab:
     # -- the whole lab -------------------------------------------------------------------------------------
 
     def build(self, suite: Suite = Suite.BOOKWORM) -> None:
-        """Fill the cache: host tree, engine image, its import into Docker, model. Nothing is started."""
+        """Fill the cache: host tree, engine images, their import into Docker, model. Nothing is started."""
         _need_root()
         check_tools()
         with self._locked():
@@ -257,22 +259,26 @@ class Lab:
                 raise LabError(f"another lab is on this machine: {other}. {hint}")
         OWNER.write_text(f"{self.paths.state}\n")
 
-    def _build(self, suite: Suite) -> tuple[Path, Path, Path, Path]:
-        """The cache's host tree, image tree, Docker seed and model."""
+    def _build(self, suite: Suite) -> tuple[Path, ...]:
+        """What the cache holds: host tree, Docker seed with both images and model first, then the rest."""
         self.paths.cache.mkdir(parents=True, exist_ok=True)
         tree, image = host_tree(self.paths, suite), image_tree(self.paths)
-        return tree, image, seed_folder(self.paths, suite), model_folder(self.paths)
+        first, double = seed_folder(self.paths, suite), double_tree(self.paths)
+        seed, model = seed_with_double(self.paths, suite), model_folder(self.paths)
+        return tree, seed, model, image, first, double
 
     def _create(self, everyone: tuple[Host, ...], suite: Suite) -> None:
         self.paths.state.mkdir(parents=True, exist_ok=True)
         self._note(Record(len(everyone), suite, False))
-        tree, _, seed, model = self._build(suite)
+        tree, seed, model, *_ = self._build(suite)
         root.make_keys(self.paths, everyone)
         for host in everyone:
             root.create(self.paths, host, tree)
         head = everyone[0]
         plant(seed, self.paths.host(head) / "docker")
         root.copy_model(model, self.paths.root(head) / MODEL_DIR.lstrip("/"))
+        write_checkpoint(self.paths.root(head) / CHECKPOINT_DIR.lstrip("/"))
+        write_drafter(self.paths.root(head) / DRAFTER_DIR.lstrip("/"))
         cables = Cables(self.paths, everyone)
         cables.create()
         for host in everyone:

@@ -90,7 +90,7 @@ def image_tree(paths: Paths) -> Path:
             | {"EXTRA_INDEX": torch_index(requirements, folders, python, platform.machine())},
             network=True,
         )
-        _tidy(part, folders)
+        tidy(part, folders)
         for name in STRIPPED:
             for library in (part / "opt/vllm/lib").glob(f"python3.*/site-packages/{name}"):
                 run(["strip", "--strip-unneeded", str(library)], timeout=300, contained=True)
@@ -98,7 +98,7 @@ def image_tree(paths: Paths) -> Path:
     return cache.ensure(cache.entry(paths.cache, "image-tree", inputs), "engine image tree", build)
 
 
-def _tidy(tree: Path, folders: list[Path]) -> None:
+def tidy(tree: Path, folders: list[Path]) -> None:
     """Take away what the installation left: mount points, logs, the machine's resolver."""
     for folder, mode in (("tmp", 0o1777), ("root", 0o700), ("var/log", 0o755), ("lab", None)):
         shutil.rmtree(tree / folder, ignore_errors=True)

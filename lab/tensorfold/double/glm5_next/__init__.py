@@ -1,0 +1,1 @@
+"""What is particular to GLM-5.3-Flash."""

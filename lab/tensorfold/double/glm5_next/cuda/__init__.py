@@ -1,0 +1,1 @@
+"""Its CUDA engine, of which the double has the drafter only."""
