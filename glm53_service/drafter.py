@@ -98,6 +98,8 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     reasons: tuple[str, ...]
 
 
+COPY_IT = "Fix: copy the head's folder to the same path here (site.yml ships the model only)"
+
 Files = Sequence[DraftFiles] | None
 """One entry a rank; None when nobody has looked yet."""
 
@@ -141,11 +143,11 @@ def check_files(choice: Choice, found: DraftFiles) -> str:
     if choice.kind is not DrafterKind.DFLASH2:
         return ""
     if found.problem:
-        return f"DFlash2 in {choice.path}: {found.problem}. Fix: run site.yml, it ships the head's copy"
+        return f"DFlash2 in {choice.path}: {found.problem}. {COPY_IT}"
     if choice.sha256 and found.sha256 != choice.sha256:
         return (
             f"DFlash2 in {choice.path} has SHA-256 {found.sha256[:12]}, this start uses {choice.sha256[:12]}"
-            " (different weights have had this name). Fix: run site.yml, it ships the head's copy"
+            f" (different weights have had this name). {COPY_IT}"
         )
     return ""
 

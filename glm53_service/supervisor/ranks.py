@@ -34,6 +34,8 @@ CONTENT_DIGITS = 12
 MEMORY_POLL_SECONDS = 2.0
 ARGUMENT_CHECK_SECONDS = 300.0
 KNOWN_ARGUMENTS = 16
+BUILD_LOCKS = "torch_extensions/*/lock"
+"""torch's lock on a kernel build: no rank runs while one is prepared, so a lock here is stale."""
 
 
 class Rank:
@@ -102,6 +104,9 @@ class Rank:
                 f"{place.cache} cannot be made: {error.strerror}",
                 hint="it belongs to user glm53; is the disk full, or something of another owner in the way?",
             ) from None
+        for lock in Path(place.cache).glob(BUILD_LOCKS):
+            log.warning(event("removed a build lock that a killed build left", lock=lock))
+            lock.unlink(missing_ok=True)
         if self._rank == 0:
             await self._check_arguments(engine, engine.argument_check(launch, place, image))
         spec = engine.container(launch, place, image)

@@ -20,7 +20,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         try:
             from glm53_service.errors import ConfigError
             from glm53_service.node import load_node
-            from glm53_service.settings import dump, load_settings
+            from glm53_service.settings import dump, load_settings, pair_problems, warnings
         except ImportError as error:
             raise AnsibleActionFail(
                 f"Found: {sys.executable} cannot import glm53_service ({error}). Expected: it runs from the"
@@ -28,9 +28,12 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             ) from error
         problems: list[str] = []
         settings: dict[str, Any] = {}
+        hurts: list[str] = []
         try:
             if text := self._task.args["settings"]:  # only the head has settings
-                settings = dump(load_settings(text, "settings.yaml (from your inventory)"))
+                wanted = load_settings(text, "settings.yaml (from your inventory)")
+                settings, hurts = dump(wanted), list(warnings(wanted))
+                problems += pair_problems(wanted, int(self._task.args["nodes"]))
         except ConfigError as error:
             problems.append(str(error))
         try:
@@ -39,4 +42,6 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             problems.append(str(error))
         if problems:
             return {"failed": True, "msg": "\n".join(problems), "changed": False}
-        return {"changed": False, "settings": settings}
+        for hurt in hurts:
+            self._display.warning(hurt)
+        return {"changed": False, "settings": settings, "hurts": hurts}

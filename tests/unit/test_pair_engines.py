@@ -135,6 +135,24 @@ def test_a_window_that_does_not_fit_is_refitted_once_and_said(tmp_path: Path) ->
     tensorfold(tmp_path, story)
 
 
+def test_a_build_lock_of_a_killed_build_goes(tmp_path: Path) -> None:
+    """Prevents a start that waits for ever on a kernel build that nobody does any more."""
+
+    async def story(pair: Pair) -> None:
+        pair.start("a")
+        pair.start("b")
+        await pair.serving(1)
+        (cache,) = (tmp_path / "b/cache").iterdir()
+        lock = cache / "torch_extensions/kernels/lock"
+        lock.parent.mkdir(parents=True)
+        lock.write_text("")
+        await pair.docker["b"].exit(pair.docker["b"].running()[0], 137)
+        await pair.serving(2)
+        assert not lock.exists()
+
+    tensorfold(tmp_path, story)
+
+
 @pytest.mark.parametrize(
     ("health", "said"),
     [

@@ -255,10 +255,10 @@ def test_the_labs_settings_are_valid_and_raise_no_warning() -> None:
 def test_the_example_inventory_is_valid_and_raises_no_warning() -> None:
     """Prevents an example that the product's own checks refuse."""
     example = yaml.safe_load((CHECKOUT / "inventory/group_vars/all.yml").read_text())
-    data = vllm_data(
+    data = tensorfold_data(
         engine=example["glm53_engine"],
         image=example["glm53_image"],
-        vllm=example["glm53_vllm"],
         supervision=example["glm53_supervision"],
     )
     assert warnings(settings_of(data)) == ()
+    assert settings_of(data).engine == "tensorfold"
