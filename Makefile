@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test lint unit lab-test lab up down machine venv lock bench clean
+.PHONY: help demo test lint unit lab-test up down machine venv lock faults bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +33,9 @@ up: machine venv ## bring the lab up and leave it (python3 -m lab for its other 
 
 down: venv ## take the lab down
 	@$(BIN)/python -m lab down
+
+faults: machine venv ## every fault drill against the TensorFold double (lab up), one table
+	@$(BIN)/python -m tests.faults
 
 bench: machine venv ## measure what docs/benchmarks.md shows (the lab must be free)
 	@$(BIN)/python -m tests.bench
