@@ -34,6 +34,7 @@ CONTENT_DIGITS = 12
 MEMORY_POLL_SECONDS = 2.0
 ARGUMENT_CHECK_SECONDS = 300.0
 KNOWN_ARGUMENTS = 16
+DOCKER_STATE = ("systemctl", "show", "--value", "-p", "ActiveState", "docker.service")
 BUILD_LOCKS = "torch_extensions/*/lock"
 """torch's lock on a kernel build: no rank runs while one is prepared, so a lock here is stale."""
 
@@ -310,10 +311,22 @@ class Rank:
         try:
             code: int | None = await self._docker.wait(container)
             reason = self._last_error
+            if self.report.state is RankState.RUNNING and await self._docker_is_stopping():
+                code, reason = None, "docker is being stopped here, and its containers with it"
         except UnavailableError as error:
             code, reason = None, error.message
         if self.report.state is not RankState.ENDING:
             self._change(RankState.EXITED, code, reason)
+
+    async def _docker_is_stopping(self) -> bool:
+        """Return whether systemd is stopping docker: the containers end first, and that is no fault of the
+        engine.
+        """
+        try:
+            state = await self._world.runner(DOCKER_STATE)
+        except UnavailableError:
+            return False
+        return state.strip() in ("deactivating", "inactive", "failed")
 
     def _change(self, state: RankState, exit_code: int | None = None, reason: str = "") -> None:
         """Report another state of the same container."""

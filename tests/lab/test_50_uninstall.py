@@ -14,5 +14,5 @@ def test_uninstall_gives_the_nodes_back_and_keeps_what_was_expensive(lab: Lab, p
     assert traces(lab) == []
     for host in (HEAD, WORKER):
         assert pair.containers(host, running=False) == []
-        assert "glm53-lab/vllm-cpu" in pair.sh(host, "docker", "images")
+        assert "glm53/engine" in pair.sh(host, "docker", "images")
         assert "model.safetensors" in pair.sh(host, "ls", "/srv/glm53/models/SmolLM2-135M-Instruct")

@@ -51,6 +51,7 @@ class Pair:
     token: dict[str, str] = field(default_factory=lambda: {"a": TOKEN, "b": TOKEN})
     release: dict[str, str] = field(default_factory=lambda: {"a": "r1", "b": "r1"})
     changes: dict[str, Any] = field(default_factory=dict)
+    docker_state: dict[str, str] = field(default_factory=lambda: {"a": "active\n", "b": "active\n"})
 
     def node(self, name: str) -> Node:
         """Return node.yaml of `name`; every address is on loopback."""
@@ -64,8 +65,8 @@ class Pair:
     def world(self, name: str) -> World:
         """Return the world of `name`: real clocks, its own state folder."""
 
-        async def runner(_: Any) -> str:
-            return LINKS
+        async def runner(argv: Any) -> str:
+            return self.docker_state[name] if argv[0] == "systemctl" else LINKS
 
         return World(runner=runner, notifier=Notifier({}), state=self.folder / name)
 
