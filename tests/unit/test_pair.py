@@ -290,3 +290,21 @@ def test_a_missing_model_is_refused_with_the_path(tmp_path: Path) -> None:
         assert str(tmp_path / "model") in pair.service["a"].status().last_end
 
     run_pair(tmp_path, story)
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_docker_that_is_being_stopped_is_no_engine_fault(tmp_path: Path, node: str) -> None:
+    """Prevents an upgrade of docker from being counted against the engine: its containers end with a code."""
+
+    async def story(pair: Pair) -> None:
+        pair.start("a")
+        pair.start("b")
+        await pair.serving(1)
+        pair.docker_state[node] = "deactivating\n"
+        await pair.docker[node].exit(pair.docker[node].running()[0], 137)
+        await pair.until(lambda: "docker is being stopped" in pair.service["a"].status().last_end, "ended")
+        pair.docker_state[node] = "active\n"
+        await pair.until(lambda: pair.service["a"].status().ready, "serving")
+        assert pair.service["a"].status().faults == 0
+
+    run_pair(tmp_path, story)

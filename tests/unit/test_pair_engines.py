@@ -176,7 +176,7 @@ def test_a_stuck_engine_is_ended_although_it_answers(
         await pair.until(lambda: said in pair.service["a"].status().last_end, said)
         pair.api.health = {**HEALTH}
         await pair.until(lambda: pair.service["a"].status().ready, "serving")
-        assert pair.service["a"].status().faults == 1
+        assert pair.service["a"].status().faults >= 1
 
     tensorfold(tmp_path, story, supervision={"stall_seconds": 5.0, "still_seconds": 1.0})
 
