@@ -20,13 +20,13 @@ from lab.errors import LabError
 from tests.lab.conftest import API, HEAD, UNIT, WORKER, Pair
 
 RUNS = 5
-EVENTS = 3
+EVENTS = 2
 CPU_SECONDS = 60
 PLAIN = {HEAD: "g5-plain-rank0", WORKER: "g5-plain-rank1"}
 
 
-def main() -> int:
-    """Measure and print."""
+def main(names: list[str]) -> int:
+    """Measure and print all parts, or those that are named."""
     pair = Pair(Lab())
     try:
         pair.serving()
@@ -34,9 +34,9 @@ def main() -> int:
         print(f"bench: {error}", file=sys.stderr)
         return error.exit_code
     print(f"Measured {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {RUNS} starts, {EVENTS} of each event, in s\n")
-    resources(pair)
-    starts(pair)
-    detection(pair)
+    for part in (resources, starts, detection):
+        if not names or part.__name__ in names:
+            part(pair)
     return 0
 
 
@@ -219,4 +219,4 @@ def other_gone(pair: Pair, _: str, other: str, event: Callable[[], object]) -> f
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
