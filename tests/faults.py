@@ -36,12 +36,14 @@ class Drill:
     """One drill.
 
     `limit` is how many seconds detection may take, 0 for a false-alarm drill; `said` must stand in the
-    reason; `heal` takes the fault away where it does not go by itself.
+    reason, in the journal of the start for a `start` drill; `heal` takes the fault away where it does not go
+    by itself.
     """
 
     name: str
     inject: Callable[[Pair], object]
     limit: float = 0.0
+    start: bool = False
     said: str = ""
     heal: Callable[[Pair], object] | None = None
 
@@ -95,6 +97,7 @@ def live(fault: str, host: str = HEAD, *, request: bool = False) -> Callable[[Pa
         path = folder(pair, host)
         pair.sh(host, "sh", "-c", f"echo '{fault}' > {path}/control")
         if request:
+            time.sleep(0.3)  # the double reads the file every 0.1 s
             threading.Thread(target=ask, daemon=True).start()
 
     return inject
@@ -120,6 +123,9 @@ def starting(lines: str, host: str = HEAD) -> Callable[[Pair], object]:
     def inject(pair: Pair) -> None:
         path = folder(pair, host)
         pair.sh(host, "sh", "-c", f"printf '{lines}\\n' > {path}/env; chmod 644 {path}/env")
+        pair.sh(
+            HEAD, "systemctl", "reset-failed", UNIT[HEAD], check=False
+        )  # its start limit counts our restarts
         pair.sh(HEAD, "systemctl", "restart", "--no-block", UNIT[HEAD])
 
     return inject
@@ -202,10 +208,16 @@ DRILLS = (
         heal=lambda pair: pair.lab.plug(WORKER),
     ),
     Drill(
-        name="hang: iteration_s grows", inject=live("hang", request=True), limit=11.0, said="in one iteration"
+        name="hang: nothing moves under a request",
+        inject=live("hang", request=True),
+        limit=22.0,
+        said="no counter of the engine",
     ),
     Drill(
-        name="silent peer", inject=live("silent", WORKER, request=True), limit=17.0, said="rank 0's scheduler"
+        name="silent peer",
+        inject=live("silent", WORKER, request=True),
+        limit=22.0,
+        said="no counter of the engine",
     ),
     Drill(
         name="frozen tokens", inject=live("frozen", request=True), limit=22.0, said="no counter of the engine"
@@ -215,13 +227,14 @@ DRILLS = (
         name="a message is skipped",
         inject=live("skip_message", request=True),
         limit=5.0,
-        said="exited with code 1",
+        said="out of step",
     ),
     Drill(name="/health wants a key", inject=live("health_401"), limit=8.0, said="wants a key"),
     Drill(name="/health is reduced", inject=live("health_reduced"), limit=8.0, said="says no more than"),
     Drill(
         name="replies !!!!",
         inject=starting("TF_DOUBLE_FAULT=bangs"),
+        start=True,
         limit=20.0,
         said="over and over",
         heal=healed,
@@ -229,6 +242,7 @@ DRILLS = (
     Drill(
         name="empty replies",
         inject=starting("TF_DOUBLE_FAULT=empty"),
+        start=True,
         limit=20.0,
         said="answered nothing",
         heal=healed,
@@ -236,6 +250,7 @@ DRILLS = (
     Drill(
         name="one word repeated",
         inject=starting("TF_DOUBLE_FAULT=repeated"),
+        start=True,
         limit=20.0,
         said="over and over",
         heal=healed,
@@ -243,21 +258,38 @@ DRILLS = (
     Drill(
         name="wrong model id",
         inject=starting("TF_DOUBLE_FAULT=model_id=other"),
+        start=True,
         limit=20.0,
         said="/v1/models lists",
         heal=healed,
     ),
-    Drill(name="window too large: refit", inject=starting("TF_DOUBLE_LARGEST_WINDOW=393216"), limit=20.0),
-    Drill(name="NCCL error 2, once", inject=starting("TF_DOUBLE_NCCL_ERROR_2=1"), limit=20.0, heal=healed),
+    Drill(
+        name="window too large: refit",
+        inject=starting("TF_DOUBLE_LARGEST_WINDOW=393216"),
+        start=True,
+        limit=20.0,
+        said="start 2: the window is 393216 tokens",
+    ),
+    Drill(
+        name="NCCL error 2, once",
+        inject=starting("TF_DOUBLE_NCCL_ERROR_2=1"),
+        start=True,
+        limit=20.0,
+        said="start 2: ",
+        heal=healed,
+    ),
     Drill(
         name="NCCL error 2, until the split is off",
         inject=starting("TF_DOUBLE_NCCL_ERROR_2=9"),
+        start=True,
         limit=20.0,
+        said="start 3: ",
         heal=healed,
     ),
     Drill(
         name="peer never loads",
         inject=starting("TF_DOUBLE_NEVER_LOADS=1\\nTF_DOUBLE_LOAD_CPU=0", WORKER),
+        start=True,
         limit=40.0,
         said="no rank showed a sign of life",
         heal=healed,
@@ -300,7 +332,10 @@ def run(pair: Pair, drill: Drill) -> Outcome:
     kept = evidence(pair)
     began = time.monotonic()
     drill.inject(pair)
-    detected, reason = watch(began, before["epoch"], drill.limit or CALM_SECONDS)
+    if drill.start:
+        detected, reason = watch_start(pair, began, drill)
+    else:
+        detected, reason = watch(began, before["epoch"], drill.limit or CALM_SECONDS)
     if drill.heal:
         drill.heal(pair)
     after = ready(before["epoch"] if drill.limit else -1)
@@ -317,6 +352,17 @@ def run(pair: Pair, drill: Drill) -> Outcome:
         restarts=restarts,
         passed=right and after is not None,
     )
+
+
+def watch_start(pair: Pair, began: float, drill: Drill) -> tuple[float | None, str]:
+    """Return when the story of the start said what it has to, and that line; None when it never did."""
+    since = f"@{int(time.time() - (time.monotonic() - began))}"
+    while time.monotonic() < began + drill.limit:
+        for line in pair.journal(HEAD, f"--since={since}").splitlines():
+            if drill.said in line:
+                return time.monotonic() - began, line
+        time.sleep(0.3)
+    return None, ""
 
 
 def watch(began: float, epoch: int, seconds: float) -> tuple[float | None, str]:

@@ -90,7 +90,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert ended.value.code == 0
     assert printed.out == "tensorfold 0.6.0\n"
-    assert printed.err.startswith("tensorfold double: this is a double of TensorFold 0.6.0 for tests")
+    assert printed.err.startswith("[tensorfold-double] this is a double of TensorFold 0.6.0 for tests")
 
 
 def test_info(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

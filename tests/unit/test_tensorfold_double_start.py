@@ -28,7 +28,7 @@ def test_lines_of_a_start_in_order(ranks: Ranks) -> None:
     """Prevents progress from being read out of lines that no start prints, and a hidden double."""
     ranks.serve("--vision", env={"TF_GLM_MTP": "auto", "TF_GLM_KV": "fp8"})
     patterns = [
-        r"tensorfold double: this is a double of TensorFold 0\.6\.0 for tests",
+        r"\[tensorfold-double\] this is a double of TensorFold 0\.6\.0 for tests",
         TF + r"EXL3 support is experimental: replies are exact, but ",
         TF + r"GLM-5\.3-Flash runs on two NVIDIA GPUs with 128 GB each",
         TF + r"loading \S+: GLM-5\.3-Flash \(glm5_next\) on CUDA, rank \d of 2",

@@ -7,6 +7,6 @@ name `tensorfold`. What can be made to go wrong is in `switches.py` and `faults.
 
 VERSION = "0.6.0"
 NOTICE = (
-    f"tensorfold double: this is a double of TensorFold {VERSION} for tests, built from published facts;"
+    f"[tensorfold-double] this is a double of TensorFold {VERSION} for tests, built from published facts;"
     " it runs no model and no GPU code"
 )
