@@ -89,7 +89,6 @@ class Rank:
         here.
         """
         self._engine = engine
-        self._settings = launch.settings
         self._epoch = launch.epoch
         await remove_ours(self._docker, self._cluster)
         image = await self._image(launch)
@@ -246,11 +245,8 @@ class Rank:
         """Refuse a port that somebody has: the engine would only find out after minutes of loading."""
         for address in addresses:
             host, _, port = address.rpartition(":")
-            try:
-                for bound in listening_sockets([host], int(port)):
-                    bound.close()
-            except UnavailableError as error:
-                raise UnavailableError(error.message, hint=error.hint) from None
+            for bound in listening_sockets([host], int(port)):
+                bound.close()
 
     async def _check_arguments(self, engine: Engine, spec: ContainerSpec) -> None:
         """Let the image's own parser read the arguments, once for each image and command line."""
