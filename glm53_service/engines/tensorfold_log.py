@@ -57,7 +57,7 @@ WAITING = (
 """What a rank repeats while it waits for another one that may never come."""
 
 ERROR = re.compile(
-    r"^tensorfold(?: \w+)?: |^(?:\w+\.)*\w*(?:Error|Exception)(?:: |$)|request error: "
+    r"^tensorfold(?: \w+: error)?: |^(?:\w+\.)*\w*(?:Error|Exception)(?:: |$)|request error: "
     r"|^Timeout \(\d+:\d\d:\d\d\)!"  # the engine's own watchdog
 )
 

@@ -6,6 +6,7 @@ container.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -72,7 +73,8 @@ class Snapshot:
     """All that the decision may look at; times in seconds.
 
     `quiet`: without any sign of life of a starting rank. `phase_for`: since the phase began. `ended`: whether
-    this node's own part of ending the epoch is done. `resume_in`: until the next attempt. `faults`: engine
+    this node's own part of ending the epoch is done. `exit_known_for`: since the first exit of a rank of this
+    epoch became known. `resume_in`: until the next attempt. `faults`: engine
     faults within the window. `crash`: an unforeseen failure of the epoch's own work.
     """
 
@@ -92,6 +94,7 @@ class Snapshot:
     quiet: float = 0.0
     phase_for: float = 0.0
     ended: bool = False
+    exit_known_for: float = 0.0
     faults: int = 0
     resume_in: float = 0.0
 
@@ -123,6 +126,8 @@ def decide(s: Snapshot, t: Supervision) -> Decision:
     if s.phase is Phase.ENDING:
         return _ending(s)
     end = _end(s, t)
+    if end and end.cause is Cause.FAULT and _more_to_come(s):
+        return Decision(action=Action.NONE, state=str(s.phase), reasons=end.reasons)
     return end if end else _advance(s, t)
 
 
@@ -195,6 +200,23 @@ def _end(s: Snapshot, t: Supervision) -> Decision | None:
         if reasons:
             return Decision(action=Action.END, state="ending", reasons=tuple(reasons), cause=cause)
     return None
+
+
+EXIT_HOLD_SECONDS = 0.3
+"""How long one rank's exit waits for the others' words: when docker or a machine goes down under a rank, the
+other rank's own exit may be heard of first, and would be taken for the cause.
+"""
+
+
+def exited_ranks(reports: Iterable[Report], epoch: int) -> int:
+    """Return how many ranks of `epoch` are known to have exited."""
+    return sum(report.epoch == epoch and report.state is RankState.EXITED for report in reports)
+
+
+def _more_to_come(s: Snapshot) -> bool:
+    """Return whether a rank exited so shortly ago that another one's word may still explain it."""
+    exited = exited_ranks((s.local, *(m.report for m in s.members)), s.epoch)
+    return 0 < exited <= len(s.members) and s.exit_known_for < EXIT_HOLD_SECONDS
 
 
 SUSPECT_HEARTBEATS = 2.5

@@ -33,6 +33,7 @@ from glm53_service.supervisor.decide import (
     Snapshot,
     backoff_seconds,
     decide,
+    exited_ranks,
 )
 from glm53_service.supervisor.epoch import FIRST, Epoch
 from glm53_service.supervisor.members import ROUTE, Members
@@ -51,7 +52,7 @@ from glm53_service.supervisor.world import World
 
 log = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.5
+TICK_SECONDS = 0.3
 IDLE_LOOK_SECONDS = 2.0
 
 
@@ -102,7 +103,7 @@ class Lead:
             on_line=self._line,
         )
         self._phase = Phase.IDLE
-        self._phase_since = self._progress_at = world.clock()
+        self._phase_since = self._progress_at = self._no_exit_at = world.clock()
         self._epoch: Epoch | None = None
         self._background = Background()
         self._stop_requested = False
@@ -182,10 +183,13 @@ class Lead:
 
     def _snapshot(self) -> Snapshot:
         now, epoch = self._world.clock(), self._epoch
+        members, number = self._current_members(), epoch.number if epoch else 0
+        if not exited_ranks((self._rank.report, *(m.report for m in members)), number):
+            self._no_exit_at = now
         return Snapshot(
             phase=self._phase,
-            epoch=epoch.number if epoch else 0,
-            members=self._current_members(),
+            epoch=number,
+            members=members,
             local=self._rank.report,
             stop_requested=self._stop_requested,
             docker_problem=self._docker_problem,
@@ -199,6 +203,7 @@ class Lead:
             quiet=now - self._progress_at,
             phase_for=now - self._phase_since,
             ended=bool(epoch and epoch.ended),
+            exit_known_for=now - self._no_exit_at,
             faults=self._faults(),
             resume_in=max(0.0, self._resume_at - now),
         )

@@ -35,6 +35,9 @@ MEMORY_POLL_SECONDS = 2.0
 ARGUMENT_CHECK_SECONDS = 300.0
 KNOWN_ARGUMENTS = 16
 DOCKER_STATE = ("systemctl", "show", "--value", "-p", "ActiveState", "docker.service")
+LAST_LINES_SECONDS = 0.3
+"""A rank's exit is known before its last lines are read; they say why, and what to try next."""
+
 BUILD_LOCKS = "torch_extensions/*/lock"
 """torch's lock on a kernel build: no rank runs while one is prepared, so a lock here is stale."""
 
@@ -306,6 +309,7 @@ class Rank:
     async def _await_exit(self, container: str) -> None:
         try:
             code: int | None = await self._docker.wait(container)
+            await asyncio.wait(self._tasks[:1], timeout=LAST_LINES_SECONDS)
             reason = self._last_error
             if self.report.state is RankState.RUNNING and await self._docker_is_stopping():
                 code, reason = None, "docker is being stopped here, and its containers with it"

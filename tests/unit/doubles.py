@@ -41,6 +41,7 @@ class FakeDocker:
         self.parser = (0, "exited")
         self.checks = 0
         self.said: list[str] = ["INFO engine says hello"]
+        self.last_words: list[str] = []
         self.create_seconds = 0.0
         self.on_start: Callable[[FakeContainer], Awaitable[None]] | None = None
         self.on_exit: Callable[[FakeContainer], Awaitable[None]] | None = None
@@ -124,6 +125,9 @@ class FakeDocker:
         for line in self.said:
             yield line
         await self.containers[container].exited.wait()
+        await asyncio.sleep(0.05)  # docker tells of an end before it has sent the last lines
+        for line in self.last_words:
+            yield line
 
     async def ours(self, cluster: str) -> list[tuple[str, str]]:
         self._check()

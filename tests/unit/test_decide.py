@@ -52,7 +52,8 @@ def snapshot(phase: Phase, state: RankState = RankState.RUNNING, **more: Any) ->
 
 def serving(**more: Any) -> Snapshot:
     """Return a healthy serving pair, changed."""
-    return snapshot(Phase.SERVING, api_up=True, canary_right=True, **more)
+    facts: dict[str, Any] = {"api_up": True, "canary_right": True, "exit_known_for": 1.0}
+    return snapshot(Phase.SERVING, **{**facts, **more})
 
 
 def idle(**more: Any) -> Snapshot:
@@ -208,6 +209,21 @@ def test_an_exit_while_the_fabric_is_dark_is_the_fabrics() -> None:
     assert (decision.action, decision.cause) == (Action.END, Cause.LOSS)
     assert decision.reasons == ("b (rank 1) exited with code 1 (the fabric was silent)",)
     assert judged(serving(members=(member(report=dead, fabric_silence=2.4),))).cause is Cause.FAULT
+
+
+def test_an_exit_waits_for_the_other_ranks_word() -> None:
+    """Prevents a docker that is restarted under rank 0 from counting as fault: rank 1's exit comes first."""
+    dead = (member(report=report(RankState.EXITED, exit_code=1)),)
+    held = judged(serving(members=dead, exit_known_for=0.2))
+    assert held == Decision(
+        action=Action.NONE, state="serving", reasons=("b (rank 1) exited with code 1",), ready=False
+    )
+    gone = report(RankState.EXITED, reason="docker is being stopped here")
+    assert judged(serving(members=dead, exit_known_for=0.2, local=gone)).cause is Cause.LOSS
+    assert judged(serving(members=dead, exit_known_for=0.4)).cause is Cause.FAULT
+    both = report(RankState.EXITED, exit_code=137)
+    assert judged(serving(members=dead, exit_known_for=0.0, local=both)).cause is Cause.FAULT
+    assert judged(serving(api_problem="hangs", exit_known_for=0.0)).cause is Cause.FAULT
 
 
 def test_a_preparation_that_never_ends_is_refused() -> None:

@@ -308,3 +308,22 @@ def test_a_docker_that_is_being_stopped_is_no_engine_fault(tmp_path: Path, node:
         assert pair.service["a"].status().faults == 0
 
     run_pair(tmp_path, story)
+
+
+def test_a_ranks_exit_that_is_heard_before_dockers_end_is_no_fault(tmp_path: Path) -> None:
+    """Prevents a docker restart on the head from counting as an engine fault: a TensorFold rank 1 exits by
+    itself as soon as rank 0 is gone, and its word may come first.
+    """
+
+    async def story(pair: Pair) -> None:
+        pair.start("a")
+        pair.start("b")
+        await pair.serving(1)
+        pair.docker_state["a"] = "deactivating\n"
+        await pair.docker["b"].exit(pair.docker["b"].running()[0], 1)
+        await pair.until(lambda: not pair.service["a"].status().ready, "not ready")
+        await pair.docker["a"].exit(pair.docker["a"].running()[0], 0)
+        await pair.until(lambda: "docker is being stopped" in pair.service["a"].status().last_end, "ended")
+        assert pair.service["a"].status().faults == 0
+
+    run_pair(tmp_path, story)

@@ -5,11 +5,13 @@ stalls.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from glm53_service.engines.tensorfold_log import NCCL_MEMORY
 from tests.unit.doubles import FakeContainer
 from tests.unit.fixtures import value
 from tests.unit.pair import Pair, quick, run_pair
@@ -131,6 +133,37 @@ def test_a_window_that_does_not_fit_is_refitted_once_and_said(tmp_path: Path) ->
         status = pair.service["a"].status()
         assert status.faults == 0
         assert any(v.value == 393216 for v in status.chosen)
+
+    tensorfold(tmp_path, story)
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_start_is_tried_again_for_what_a_ranks_last_line_says(tmp_path: Path, node: str) -> None:
+    """Prevents a passing fault from counting, because the exit is known before the line that names it."""
+
+    async def story(pair: Pair) -> None:
+        open_api, starts = pair.docker["a"].on_start, {"a": 0, "b": 0}
+        assert open_api is not None
+
+        def starter(name: str) -> Callable[[FakeContainer], Awaitable[None]]:
+            async def start(container: FakeContainer) -> None:
+                starts[name] += 1
+                first = starts[name] == 1
+                pair.docker[name].last_words = [f"RuntimeError: {NCCL_MEMORY}"] if first else []
+                if first and name == node:
+                    container.code, container.state = 1, "exited"
+                    container.exited.set()
+                elif name == "a" and not (first and node == "b"):
+                    await open_api(container)
+
+            return start
+
+        for name in ("a", "b"):
+            pair.docker[name].on_start = starter(name)
+        pair.start("a")
+        pair.start("b")
+        await pair.serving(2)
+        assert pair.service["a"].status().faults == 0
 
     tensorfold(tmp_path, story)
 

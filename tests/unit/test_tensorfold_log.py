@@ -74,6 +74,7 @@ NCCL = "RuntimeError: NCCL error 2: unhandled system error"
         ),
         (WINDOW_REFUSAL, LineKind.ERROR, WINDOW_REFUSAL),
         (NCCL, LineKind.ERROR, NCCL),
+        ("tensorfold banner: hello", LineKind.DETAIL, "tensorfold banner: hello"),
         (
             "torch.OutOfMemoryError: CUDA out of memory",
             LineKind.ERROR,
