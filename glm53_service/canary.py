@@ -51,19 +51,20 @@ class Api:
         except (aiohttp.ClientError, OSError, TimeoutError):
             return ""
 
-    async def canary(self, settings: Settings, options: dict[str, Any]) -> tuple[str, str]:
-        """Return (answer, problem): the problem is empty only when the model id and the answer are the
-        ones expected.
+    async def canary(self, settings: Settings, options: dict[str, Any], *, lines: int = 0) -> tuple[str, str]:
+        """Return (answer, problem) of the question after `lines` lines of text.
+
+        The problem is empty only when the model id and the answer are the ones expected.
         """
         try:
             async with asyncio.timeout(settings.canary.timeout_seconds):
-                return await self._canary(settings, options)
+                return await self._canary(settings, options, long_prompt(settings.canary.prompt, lines))
         except TimeoutError:
             return "", f"no answer within {settings.canary.timeout_seconds:g} s"
         except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
             return "", f"the API failed: {type(error).__name__}: {error}"
 
-    async def _canary(self, settings: Settings, options: dict[str, Any]) -> tuple[str, str]:
+    async def _canary(self, settings: Settings, options: dict[str, Any], prompt: str) -> tuple[str, str]:
         async with self._session.get(f"{self._base}/v1/models") as response:
             listed = await response.json()
         ids = [entry["id"] for entry in listed["data"]]
@@ -73,7 +74,7 @@ class Api:
             "model": settings.model.name,
             "temperature": 0,
             "max_tokens": settings.canary.max_tokens,
-            "messages": [{"role": "user", "content": settings.canary.prompt}],
+            "messages": [{"role": "user", "content": prompt}],
             **options,
         }
         unlimited = aiohttp.ClientTimeout(total=None)
@@ -89,6 +90,18 @@ class Api:
         if not re.search(settings.canary.expect, answer):
             return answer, f"answered {answer[:120]!r}, expected /{settings.canary.expect}/"
         return answer, ""
+
+
+GOODS = ("copper rings", "blue lamps", "oak boards", "glass jars", "wool coats", "iron nails", "clay pots")
+
+
+def long_prompt(prompt: str, lines: int) -> str:
+    """Return `prompt` after `lines` lines of a made-up stock list: no two alike, the same at every start."""
+    stock = [
+        f"Shelf {n} holds {n * 37 % 211 + 2} {GOODS[n % 7]} and {n * 53 % 97 + 2} {GOODS[(n + 3) % 7]}."
+        for n in range(1, lines + 1)
+    ]
+    return "\n".join([*stock, *([""] if stock else []), prompt])
 
 
 def degenerate(answer: str) -> str:

@@ -9,6 +9,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -201,6 +202,9 @@ def _table(now: dict[str, Any]) -> str:
     lines += [f"  {reason}" for reason in now["reasons"]]
     if now["role"] == "lead":
         lines.append(f"endpoint  {now['endpoint']}  model {now['model']}")
+    if now["answered_at"]:
+        at = datetime.fromtimestamp(now["answered_at"], UTC)
+        lines.append(f"canary    right at {at:%Y-%m-%d %H:%M:%S} UTC")
     if now["progress"] and now["state"] in ("starting", "checking"):
         lines.append(f"progress  {now['progress']}")
     for rank in now["ranks"]:

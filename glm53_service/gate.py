@@ -60,7 +60,7 @@ def gate_app(status: Callable[[], Status]) -> web.Application:
 
 def metrics_text(now: Status) -> str:
     """Return `now` in Prometheus' text format 0.0.4."""
-    rows = [
+    rows: list[tuple[str, str, str, list[tuple[str, float]]]] = [
         ("ready", "gauge", "Whether traffic may come.", [("", int(now.ready))]),
         (
             "state",
@@ -74,6 +74,12 @@ def metrics_text(now: Status) -> str:
             "counter",
             "Epochs that ended since the supervisor started.",
             [("", now.epochs_ended)],
+        ),
+        (
+            "canary_right_timestamp_seconds",
+            "gauge",
+            "When the canary was last right in this epoch, Unix seconds.",
+            [("", now.answered_at)] if now.answered_at else [],
         ),
         ("engine_faults", "gauge", "Engine faults within the window.", [("", now.faults)]),
         (

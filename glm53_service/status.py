@@ -26,7 +26,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The state now. `since` in Unix seconds; `ready` is what /ready answers, `chosen` what a start chose."""
+    """The state now. `since` in Unix seconds; `ready` is what /ready answers,
+    `answered_at` when the canary was last right (0: not in this epoch), `chosen` what a start chose."""
 
     role: str
     node: str
@@ -41,6 +42,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = ""
     model: str = ""
     answer: str = ""
+    answered_at: float = 0.0
     faults: int = 0
     epochs_ended: int = 0
     last_end: str = ""

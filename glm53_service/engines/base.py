@@ -270,12 +270,6 @@ class Engine(Protocol):
         """Return `host:port` at which rank 0 serves."""
         ...
 
-    def running_requests(self, metrics: str) -> int | None:
-        """Return how many requests the engine's Prometheus text says are running; None when it does not
-        say.
-        """
-        ...
-
     def read_health(self, status: int, body: str, metrics: str) -> Health:
         """Return what rank 0's /health (status 0: no answer) and /metrics say."""
         ...

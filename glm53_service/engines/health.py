@@ -15,7 +15,8 @@ from glm53_service.settings import Supervision
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """One reading of rank 0. None: this engine does not say.
 
-    `running` requests are inside the engine, queued ones too where it counts them; `slots` is how many it
+    `running` requests are inside the engine, queued ones too where it counts them; `done` is how many have
+    ended since it started; `slots` is how many it
     serves at once, `window` the tokens of prompt and reply. `iteration_seconds` is how long its scheduler's
     current iteration has run. `pulse` changes whenever the engine works, and by nothing that a client does.
     `problem` says that it answers, but not to us: a wrong setting, not a dead server.
@@ -25,6 +26,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
     running: int | None = None
     waiting: int | None = None
+    done: int | None = None
     slots: int | None = None
     window: int | None = None
     iteration_seconds: float | None = None

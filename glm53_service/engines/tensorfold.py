@@ -176,13 +176,6 @@ class TensorfoldEngine:
         host = management if settings.api.bind == "management" else LOOPBACK
         return f"{host}:{settings.api.port}"
 
-    def running_requests(self, metrics: str) -> int | None:
-        """Return tensorfold:requests_running plus those that wait."""
-        running = metric(metrics, "tensorfold:requests_running")
-        return (
-            None if running is None else int(running + (metric(metrics, "tensorfold:requests_waiting") or 0))
-        )
-
     def read_health(self, status: int, body: str, metrics: str) -> Health:
         """Return what /health says; requests that wait are in /metrics only."""
         if status != 200:
@@ -200,6 +193,7 @@ class TensorfoldEngine:
             up=True,
             running=whole(said.get("requests_running")),
             waiting=whole(metric(metrics, "tensorfold:requests_waiting")),
+            done=whole(said.get("requests_total")),
             slots=int(streams.get("max", 1)),
             window=whole(said.get("context_length")),
             iteration_seconds=said.get("iteration_s"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from typing import Any
 
 from glm53_service.config import Origin, Value
@@ -178,13 +177,6 @@ class VllmEngine:
         host = management if settings.api.bind == "management" else LOOPBACK
         return f"{host}:{settings.api.port}"
 
-    def running_requests(self, metrics: str) -> int | None:
-        """Return vllm:num_requests_running plus waiting, summed over engines."""
-        values = re.findall(
-            r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} ([\d.e+]+)", metrics, re.MULTILINE
-        )
-        return int(sum(map(float, values))) if values else None
-
     def read_health(self, status: int, body: str, metrics: str) -> Health:
         """Return what /metrics says; /health has no body, and a 503 of it is an engine that died.
 
@@ -198,10 +190,12 @@ class VllmEngine:
             "vllm:iteration_tokens_total_count",
             "vllm:kv_cache_usage_perc",
         )
+        running, waiting = (metric(metrics, f"vllm:num_requests_{state}") for state in ("running", "waiting"))
         return Health(
             up=True,
-            running=self.running_requests(metrics),
-            waiting=whole(metric(metrics, "vllm:num_requests_waiting")),
+            running=None if running is None else int(running + (waiting or 0)),
+            waiting=whole(waiting),
+            done=whole(metric(metrics, "vllm:request_success_total")),
             tokens=whole(metric(metrics, "vllm:generation_tokens_total")),
             pulse=" ".join(str(metric(metrics, name)) for name in moves),
         )

@@ -24,6 +24,7 @@ from glm53_service.settings.common import (
     Seconds,
     Supervision,
     canary_problems,
+    long_lines,
     supervision_problems,
     supervision_warnings,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "choose_drafter",
     "dump",
     "load_settings",
+    "long_lines",
     "pair_problems",
     "read_settings",
     "read_text",
@@ -84,6 +86,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def rendezvous_port(self) -> int:
         """Where the chosen engine's ranks meet, on rank 0's fabric address."""
         return self.vllm.rendezvous_port if self.engine == "vllm" else self.tensorfold.rendezvous_port
+
+    @property
+    def window(self) -> int | None:
+        """The asked window of prompt and reply in tokens; None where the engine is to find it."""
+        asked = self.vllm.max_model_len if self.engine == "vllm" else self.tensorfold.context
+        return asked if isinstance(asked, int) and asked else None
 
 
 def load_settings(text: str, source: str) -> Settings:
@@ -220,7 +228,7 @@ def _cross_checks(s: Settings) -> list[str]:
             "api.bind: found 'management' with no key; anyone on that network could use the model."
             " Fix: bind 'loopback', or say api.without_key: true (glm53_api_without_key)"
         )
-    problems += canary_problems(s.canary)
+    problems += canary_problems(s.canary, s.window)
     if s.api.port == s.gate.port:
         problems.append(f"gate.port: found {s.gate.port}, the API's own port; give each its own")
     if s.rendezvous_port in (s.api.port, s.gate.port):

@@ -36,12 +36,19 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CanarySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A question with a known answer: no rank set is called ready before it gave it."""
+    """A question with a known answer: no rank set is called ready before it gave it.
+
+    It is asked as it is, and again after `long_lines` lines of text (0: not; None: 200, or what fits in half
+    the window), for a model can be right on short prompts and collapse on long ones. A pair that nobody asks
+    is asked every `idle_seconds` (0: never).
+    """
 
     prompt: Annotated[str, Meta(min_length=1)] = "What is 2+2? Answer with a number only."
     expect: Annotated[str, Meta(min_length=1)] = r"\b4\b"
     max_tokens: Annotated[int, Meta(ge=1, le=4096)] = 256
     timeout_seconds: Seconds = 120.0
+    long_lines: Annotated[int, Meta(ge=0, le=20000)] | None = None
+    idle_seconds: Annotated[float, Meta(ge=0)] = 600.0
 
 
 class Supervision(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,13 +74,33 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     min_free_wait_seconds: Annotated[float, Meta(ge=0)] = 180.0
 
 
-def canary_problems(canary: CanarySettings) -> list[str]:
-    """Return what is wrong with the canary."""
+LONG_LINES = 200
+TOKENS_A_LINE = 20
+"""More than a line of the long canary takes: about 14 tokens with the usual tokenizers."""
+
+
+def long_lines(canary: CanarySettings, window: int | None) -> int:
+    """Return after how many lines of text the canary is asked again; `window` in tokens, None: not known."""
+    if canary.long_lines is not None:
+        return canary.long_lines
+    return LONG_LINES if window is None else min(LONG_LINES, window // 2 // TOKENS_A_LINE)
+
+
+def canary_problems(canary: CanarySettings, window: int | None) -> list[str]:
+    """Return what is wrong with the canary; `window` as in long_lines."""
+    problems = []
     try:
         re.compile(canary.expect)
     except re.error as error:
-        return [f"canary.expect: found {canary.expect!r}, not a regular expression: {error}"]
-    return []
+        problems.append(f"canary.expect: found {canary.expect!r}, not a regular expression: {error}")
+    lines = long_lines(canary, window)
+    needed = lines * TOKENS_A_LINE + canary.max_tokens
+    if window is not None and canary.long_lines and needed > window:
+        problems.append(
+            f"canary.long_lines: found {lines}, which take up to {needed} tokens with the answer; the window"
+            f" has {window}. Fix: fewer lines, or 0 for none"
+        )
+    return problems
 
 
 def supervision_problems(t: Supervision) -> list[str]:

@@ -22,9 +22,10 @@ from glm53_service.engines.health import Health, Stillness, stall
 from glm53_service.errors import Glm53Error, UnavailableError
 from glm53_service.fabric.rails import Fabric
 from glm53_service.node import Node
-from glm53_service.settings import Settings, choose_drafter
+from glm53_service.settings import Settings, choose_drafter, long_lines
 from glm53_service.story import event
 from glm53_service.supervisor.decide import Cause
+from glm53_service.supervisor.idle import Quiet, ask
 from glm53_service.supervisor.members import Members
 from glm53_service.supervisor.messages import Go, Prepare, Stop
 from glm53_service.supervisor.ranks import Rank
@@ -69,7 +70,8 @@ class Epoch:
         self._drafter, self._attempt = drafter, attempt
         self.launch: Launch | None = None
         self.prepare_problem = self.api_problem = self.canary_problem = self.crash = self.answer = ""
-        self.stopped = self.ended = False
+        self.stopped = self.ended = self._asking = False
+        self.answered_at = 0.0
         self.api_up = self.canary_right = False
         self.running_requests: int | None = None
 
@@ -185,19 +187,34 @@ class Epoch:
             if health.problem or wrong:
                 self.canary_problem = "; ".join(filter(None, (health.problem, *wrong)))
             else:
-                options = self._engine.canary_options(self._settings)
-                self.answer, self.canary_problem = await api.canary(self._settings, options)
+                await self._ask(api, health.window or self._settings.window)
         finally:
             await api.close()
-        self.canary_right = not self.canary_problem
+        if not self.canary_problem:
+            self.canary_right, self.answered_at = True, self._world.wall()
         self._wake()
+
+    async def _ask(self, api: Api, window: int | None) -> None:
+        """Ask the canary question, then again after a long text: a model can be right on short ones only."""
+        options = self._engine.canary_options(self._settings)
+        lines = long_lines(self._settings.canary, window)
+        self.answer, self.canary_problem = await api.canary(self._settings, options)
+        if lines and not self.canary_problem:
+            _, problem = await api.canary(self._settings, options, lines=lines)
+            self.canary_problem = f"after a long text: {problem}" if problem else ""
 
     async def _watch(self) -> None:
         api, misses, still = self._api(), 0, Stillness()
         times = self._settings.supervision
+        quiet = Quiet(asked=self._world.clock())
         try:
             while True:
                 health, now = await self._health(api), self._world.clock()
+                quiet = quiet.after(health, now)
+                if quiet.due(self._settings.canary.idle_seconds, now) and not self._asking:
+                    quiet = Quiet(asked=now)
+                    self._asking = True
+                    self._spawn(self._ask_idle())
                 self.running_requests = health.running
                 misses = 0 if health.up else misses + 1
                 still = still.after(health, now)
@@ -210,6 +227,24 @@ class Epoch:
                 await self._world.sleep(HEALTH_SECONDS if not misses else 1.0)
         finally:
             await api.close()
+
+    async def _ask_idle(self) -> None:
+        """Ask an idle pair: nothing else shows that its other rank is stuck. Only a lone question counts."""
+        api = self._api()
+        try:
+            options = self._engine.canary_options(self._settings)
+            verdict = await ask(api, self._settings, options, lambda: self._health(api))
+        finally:
+            await api.close()
+            self._asking = False
+        if verdict.unknown:
+            log.info(event("an idle check shows nothing: another request came", said=verdict.problem))
+        elif verdict.problem:
+            self.canary_problem = f"idle check: {verdict.problem}"
+            self._wake()
+        else:
+            self.answer, self.answered_at = verdict.answer, self._world.wall()
+            log.debug(event("an idle check was right"))
 
     async def _health(self, api: Api) -> Health:
         status, body = await api.health()

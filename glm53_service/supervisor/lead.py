@@ -425,6 +425,7 @@ class Lead:
             endpoint=self.endpoint,
             model=self._settings.model.name,
             answer=epoch.answer if epoch else "",
+            answered_at=epoch.answered_at if epoch else 0.0,
             faults=self._faults(),
             epochs_ended=self._epochs_ended,
             last_end=self._last_end,

@@ -150,6 +150,9 @@ class FakeApi:
         self.requests = 2
         self.health: dict[str, Any] | None = None
         self.health_status = 200
+        self.long_reply = ""
+        self.hangs = False
+        self.asked: list[str] = []
         self._runner: web.AppRunner | None = None
 
     async def start(self, _: FakeContainer) -> None:
@@ -178,8 +181,13 @@ class FakeApi:
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": self.model}]})
 
-    async def _chat(self, _: web.Request) -> web.Response:
-        return web.json_response({"choices": [{"message": {"content": self.reply}}]})
+    async def _chat(self, request: web.Request) -> web.Response:
+        prompt = (await request.json())["messages"][0]["content"]
+        self.asked.append(prompt)
+        while self.hangs:
+            await asyncio.sleep(0.05)
+        reply = self.long_reply if self.long_reply and "\n" in prompt else self.reply
+        return web.json_response({"choices": [{"message": {"content": reply}}]})
 
 
 def free_port() -> int:

@@ -88,6 +88,7 @@ GATE = {
     "endpoint": "e",
     "model": "m",
     "progress": "loading",
+    "answered_at": 1795980000.9,
     "last_end": "",
     "faults": 1,
     "ranks": [
@@ -141,6 +142,7 @@ def test_status_shows_what_the_gate_says(
     for part in (
         "unit / a (lead): starting, epoch 4",
         "progress  loading",
+        "canary    right at 2026-11-29 19:20:00 UTC",
         "netdev=f0",
         "warning: w",
         "rank 1    b: created, not connected",

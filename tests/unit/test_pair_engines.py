@@ -290,3 +290,69 @@ def test_a_drafter_that_differs_on_a_worker_is_refused(tmp_path: Path) -> None:
     assert (
         "config.json: No such file" in read_draft_files(folder, tmp_path / "state", node="a", rank=0).problem
     )
+
+
+def test_a_model_that_collapses_on_long_prompts_is_not_ready(tmp_path: Path) -> None:
+    """Prevents "!!!!" on every real prompt behind a short question that is answered well."""
+
+    async def story(pair: Pair) -> None:
+        pair.api.long_reply = "!!!!!!!!"
+        pair.start("a")
+        pair.start("b")
+        said = "canary: after a long text: answered one character over and over"
+        await pair.until(lambda: said in pair.service["a"].status().last_end, said)
+        pair.api.long_reply = ""
+        await pair.until(lambda: pair.service["a"].status().ready, "serving")
+        assert pair.api.asked[-2:] == [
+            "capital of France?",
+            "Shelf 1 holds 39 blue lamps and 55 wool coats.\n"
+            "Shelf 2 holds 76 oak boards and 11 iron nails.\n\ncapital of France?",
+        ]
+
+    tensorfold(tmp_path, story, canary={"long_lines": 2})
+
+
+IDLE = {"idle_seconds": 0.4, "timeout_seconds": 1.0, "long_lines": 0}
+
+
+def test_an_idle_pair_is_asked_and_a_stuck_one_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a pair whose other rank hangs from looking well until the first user of the morning waits."""
+    monkeypatch.setattr("glm53_service.supervisor.epoch.HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr("glm53_service.supervisor.idle.LOOK_SECONDS", 0.1)
+
+    async def story(pair: Pair) -> None:
+        pair.start("a")
+        pair.start("b")
+        await pair.serving(1)
+        first = pair.service["a"].status().answered_at
+        await pair.until(lambda: pair.service["a"].status().answered_at > first, "asked again")
+        pair.api.hangs = True
+        said = "canary: idle check: no answer within 1 s"
+        await pair.until(lambda: said in pair.service["a"].status().last_end, said)
+        pair.api.hangs = False
+        await pair.until(lambda: pair.service["a"].status().ready, "serving")
+
+    tensorfold(tmp_path, story, canary=IDLE)
+
+
+def test_an_idle_question_beside_a_request_shows_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents a user's long prefill, begun while the question ran, from ending the pair."""
+    monkeypatch.setattr("glm53_service.supervisor.epoch.HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr("glm53_service.supervisor.idle.LOOK_SECONDS", 0.1)
+
+    async def story(pair: Pair) -> None:
+        pair.start("a")
+        pair.start("b")
+        await pair.serving(1)
+        asked = len(pair.api.asked)
+        pair.api.hangs = True
+        await pair.until(lambda: len(pair.api.asked) > asked, "asked")
+        pair.api.health = {**HEALTH, "requests_running": 2}
+        await asyncio.sleep(1.5)
+        status = pair.service["a"].status()
+        assert (status.ready, status.epoch, status.faults) == (True, 1, 0)
+        pair.api.hangs = False
+
+    tensorfold(tmp_path, story, canary=IDLE)

@@ -53,6 +53,10 @@ def test_valid_settings_survive_the_way_to_a_follower() -> None:
         ({"api": {"bind": "0.0.0.0"}}, "api.bind: found '0.0.0.0'; expected one of loopback, management"),
         ({"gate": {"port": 18888}}, "gate.port: found 18888, the API's own port"),
         ({"canary": {"expect": "("}}, "canary.expect: found '(', not a regular expression"),
+        (
+            {"canary": {"long_lines": 205}},
+            "canary.long_lines: found 205, which take up to 4111 tokens with the answer; the window has",
+        ),
         ({"engine": "sglang"}, "engine: found 'sglang'; expected one of tensorfold, vllm"),
         ({"cluster": "My Pair"}, "cluster: found 'My Pair'"),
         (

@@ -39,6 +39,7 @@ def test_health_of_a_concurrent_engine() -> None:
         up=True,
         running=3,
         waiting=2,
+        done=40,
         slots=4,
         window=1_048_576,
         iteration_seconds=0.4,
@@ -78,13 +79,6 @@ def test_keys_are_a_wrong_setting_not_a_dead_server(status: int, body: str, up: 
     assert health.up == up
     assert health.problem.startswith(said)
     assert bool(health.problem) == bool(said)
-
-
-def test_running_requests() -> None:
-    """Prevents a stop that cuts requests which nobody counted."""
-    text = "# HELP x\ntensorfold:requests_running 2\ntensorfold:requests_waiting 3\n"
-    assert ENGINE.running_requests(text) == 5
-    assert ENGINE.running_requests("") is None
 
 
 @pytest.mark.parametrize(

@@ -161,5 +161,5 @@ def test_running_requests_are_summed_over_engines() -> None:
         '# HELP x\nvllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 1.0\n'
         'vllm:num_requests_waiting{engine="0"} 4.0\n'
     )
-    assert engine.running_requests(text) == 7
-    assert engine.running_requests("nothing") is None
+    assert engine.read_health(200, "", text).running == 7
+    assert engine.read_health(200, "", "nothing").running is None
