@@ -50,7 +50,11 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A follower as the lead knows it. Silences in seconds since the last word on that network."""
+    """A follower as the lead knows it.
+
+    Silences in seconds since the last word on that network; `deaf`: since it heard the lead over the fabric,
+    as it says.
+    """
 
     node: str
     rank: int
@@ -60,6 +64,7 @@ class Member:
     fabric_silence: float
     management_silence: float
     report: Report
+    deaf: float = 0.0
     refused: str = ""
     bye: str = ""
     mismatch: str = ""
@@ -166,6 +171,8 @@ def _missing(m: Member, t: Supervision) -> list[str]:
     reasons = []
     if m.fabric_silence > t.lease_seconds:
         reasons.append(f"waiting for {m}: connected over the management network only, the fabric is silent")
+    elif m.deaf > t.lease_seconds:
+        reasons.append(f"waiting for {m}: it does not hear this node over the fabric yet")
     if m.report.state is not RankState.ABSENT:
         reasons.append(f"waiting for {m}: its container is not gone yet (rank of epoch {m.report.epoch})")
     return reasons

@@ -27,6 +27,8 @@ CONNECT_SECONDS = 3.0
 REDIAL_SECONDS = 1.0
 REJECTED_SECONDS = 10.0
 NEVER = float("inf")
+LONG_AGO = 1e6
+"""What stands for NEVER on the wire: JSON has no infinity."""
 BEFORE_WELCOME = Welcome(instance="", heartbeat_seconds=1.0, lease_seconds=4.0, peer_lost_seconds=8.0)
 
 
@@ -76,6 +78,9 @@ class Dialler:
         """Why there is no connection, network by network."""
         return "; ".join(f"{path}: {text}" for path, text in sorted(self._problems.items())) or "dialling"
 
+    def _own_beat(self) -> Beat:
+        return Beat(report=self._report(), fabric_silence=min(self.silence(PathName.FABRIC), LONG_AGO))
+
     def silence(self, path: PathName) -> float:
         """Return the seconds since the lead last spoke on `path`; infinite before it ever did."""
         return self._world.clock() - self._heard.get(path, -NEVER)
@@ -109,7 +114,7 @@ class Dialler:
                 if self.silence(path) > self.times.peer_lost_seconds:
                     opened.silent.set()
                 else:
-                    await self._send(opened, Beat(report=self._report()))
+                    await self._send(opened, self._own_beat())
             self._greeted.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.times.heartbeat_seconds):

@@ -34,7 +34,7 @@ from glm53_service.supervisor.world import World
 log = logging.getLogger(__name__)
 
 API_POLL_SECONDS = 0.25
-HEALTH_SECONDS = 5.0
+HEALTH_SECONDS = 2.0
 """How often a serving rank 0 is looked at: a stall is seen within its limit and this."""
 
 API_MISSES_ALLOWED = 3

@@ -64,6 +64,7 @@ class _Link:
     paths: dict[PathName, _Path] = field(default_factory=dict)
     heard: dict[PathName, float] = field(default_factory=dict)
     report: Report = field(default_factory=Report)
+    deaf: float = 0.0
     bye: str = ""
     rejected: str = ""
 
@@ -223,7 +224,7 @@ class Members:
         if abs(skew) > CLOCK_SKEW_SECONDS and not link.paths:
             log.warning(event("the clocks differ; the logs will too", node=hello.node, seconds=skew))
         if link.instance != hello.instance:
-            link.report = Report()
+            link.report, link.deaf = Report(), 0.0
         link.instance, link.hello = hello.instance, hello
         self._learn(link, hello.report)
         link.rejected = link.bye = ""
@@ -240,6 +241,8 @@ class Members:
         path.heard = link.heard[name] = self._clock()
         match message:
             case State() | Beat(report=Report()):
+                if isinstance(message, Beat):
+                    link.deaf = message.fabric_silence
                 if message.report is None or not self._learn(link, message.report):
                     return
             case Bye():
@@ -280,6 +283,7 @@ class Members:
             same_instance=epoch_instances is None or epoch_instances.get(name) == link.instance,
             fabric_silence=now - link.heard.get(PathName.FABRIC, -NEVER),
             management_silence=now - link.heard.get(PathName.MANAGEMENT, -NEVER),
+            deaf=link.deaf,
             report=link.report,
             refused=link.report.refused if link.report.epoch == epoch else "",
             bye=link.bye,

@@ -80,10 +80,12 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     """A heartbeat, both ways, on each path.
 
-    A follower's carries its report, so that a word lost with a dying connection is said again.
+    A follower's carries its report, so that a word lost with a dying connection is said again, and for how
+    long it has not heard the lead over the fabric, in seconds.
     """
 
     report: Report | None = None
+    fabric_silence: float = 0.0
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):

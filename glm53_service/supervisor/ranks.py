@@ -309,9 +309,11 @@ class Rank:
     async def _await_exit(self, container: str) -> None:
         try:
             code: int | None = await self._docker.wait(container)
+            # At once: a restart of docker is over in less time than the last lines are given.
+            stopping = self.report.state is RankState.RUNNING and await self._docker_is_stopping()
             await asyncio.wait(self._tasks[:1], timeout=LAST_LINES_SECONDS)
             reason = self._last_error
-            if self.report.state is RankState.RUNNING and await self._docker_is_stopping():
+            if stopping:
                 code, reason = None, "docker is being stopped here, and its containers with it"
         except UnavailableError as error:
             code, reason = None, error.message

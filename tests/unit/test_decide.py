@@ -178,6 +178,7 @@ def test_only_a_right_canary_makes_ready() -> None:
         ({"bye": "stopped"}, "waiting for b (rank 1): it left (stopped)"),
         ({"mismatch": "it runs release x"}, "b (rank 1): it runs release x"),
         ({"fabric_silence": float("inf")}, "connected over the management network only"),
+        ({"deaf": 3.5}, "it does not hear this node over the fabric yet"),
         ({"report": report(RankState.RUNNING)}, "its container is not gone yet (rank of epoch 9)"),
     ],
 )
