@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test lint unit lab-test up down machine venv lock faults bench clean
+.PHONY: help demo test lint unit lab-test up down machine venv lock faults soak bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,8 +34,11 @@ up: machine venv ## bring the lab up and leave it (python3 -m lab for its other 
 down: venv ## take the lab down
 	@$(BIN)/python -m lab down
 
-faults: machine venv ## every fault drill against the TensorFold double (lab up), one table
+faults: machine venv ## every fault drill on the double and on vLLM (lab up), one table an engine
 	@$(BIN)/python -m tests.faults
+
+soak: machine venv ## an hour of mixed load on the TensorFold double, without a false alarm
+	@$(BIN)/python -m tests.soak
 
 bench: machine venv ## measure what docs/benchmarks.md shows (the lab must be free)
 	@$(BIN)/python -m tests.bench
