@@ -25,7 +25,7 @@ import aiohttp
 from lab.api import Lab
 from lab.playbook import ROOT, playbook
 from tests.bench import cpu_ticks, unit_pids
-from tests.faults.harness import GATE, ready
+from tests.faults.harness import GATE, ready, stamp
 from tests.faults.ways import live
 from tests.lab.conftest import HEAD, WORKER, Pair
 
@@ -215,10 +215,7 @@ def report(pair: Pair, seconds: float) -> int:
     before = {host: (memory_mib(pair, host), cpu_ticks(pair, host)) for host in hosts}
     seen = asyncio.run(soak(pair, seconds))
     took = time.monotonic() - began
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, check=False, capture_output=True, text=True
-    ).stdout.strip()
-    print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, commit {commit}, {took / 60:.1f} min on the double")
+    print(f"{stamp()}, {took / 60:.1f} min on the double")
     print("requests: " + ", ".join(f"{count} {kind}" for kind, count in sorted(seen.requests.items())))
     print(f"looks at the gate: {seen.looks}; right idle checks: {len(seen.answered) - 1}")
     for host, (mib, ticks) in before.items():

@@ -8,7 +8,7 @@ import sys
 from lab.api import Lab
 from lab.playbook import ROOT, playbook
 from tests.faults import hosts, tensorfold
-from tests.faults.harness import run_all
+from tests.faults.harness import run_all, stamp
 from tests.lab.conftest import Pair
 
 ENGINES = (
@@ -27,7 +27,7 @@ def main(words: list[str]) -> int:
         argv, environment = playbook(lab, "site.yml", "-e", variables)
         if subprocess.run(argv, cwd=ROOT, env=environment, check=False, stdout=sys.stderr).returncode:
             return 1
-        print(f"\n{name}, times in seconds\n", flush=True)
+        print(f"\n{name}, {stamp()}, times in seconds\n", flush=True)
         failed += run_all(Pair(lab), drills)
     print(f"\n{failed} failed")
     return 1 if failed else 0

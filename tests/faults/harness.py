@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
+from lab.playbook import ROOT
 from tests.lab.conftest import HEAD, WORKER, Pair
 
 GATE = "http://10.78.0.1:8889/status"
@@ -150,6 +153,13 @@ HEADER = (
     "| fault | limit | detected | reason | serving again | of that load | evidence | unit restarts | |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
+
+
+def stamp() -> str:
+    """Return when and at which commit this is."""
+    argv = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(argv, cwd=ROOT, check=False, capture_output=True, text=True).stdout.strip()
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, commit {commit or 'unknown'}"
 
 
 def row(o: Outcome) -> str:
