@@ -25,6 +25,13 @@ ETC = Path("/etc/glm53")
 ASK_SECONDS = 5.0
 OPTIONS: dict[str, dict[str, Any]] = {
     "--json": {"action": "store_true", "help": "for programs"},
+    "--from": {
+        "dest": "tree",
+        "type": Path,
+        "metavar": "TREE",
+        "help": "look at a snapshot in place of this machine",
+    },
+    "--out": {"type": Path, "metavar": "DIR", "help": "a new folder (default: one with node and time)"},
     "--origin": {"action": "store_true", "help": "where each value comes from"},
 }
 
@@ -63,7 +70,13 @@ def _parser() -> argparse.ArgumentParser:
             "fabric",
             _fabric,
             "the rails of this node and whether its peers answer; a fault has an exit code of its own",
-            ("--json",),
+            ("--json", "--from"),
+        ),
+        (
+            "snapshot",
+            _snapshot,
+            "save what the checks read as plain files, without secrets, for somebody else to look at",
+            ("--out",),
         ),
         ("check", _check, "validate this node's settings; exit 78 names every fault", ()),
         ("version", _version, "package version and release", ()),
@@ -181,9 +194,15 @@ def _command(arguments: argparse.Namespace) -> int:
 
 
 def _fabric(arguments: argparse.Namespace) -> int:
-    from glm53_service.fabric.show import fabric_command
+    from glm53_service.doctor.commands import fabric_command, source_of
 
-    return fabric_command(arguments.etc, as_json=arguments.json)
+    return fabric_command(source_of(arguments.etc, arguments.tree), as_json=arguments.json)
+
+
+def _snapshot(arguments: argparse.Namespace) -> int:
+    from glm53_service.doctor.commands import snapshot_command, source_of
+
+    return snapshot_command(source_of(arguments.etc, None), arguments.out)
 
 
 def _gate_port(etc: Path) -> int:

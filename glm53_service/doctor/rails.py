@@ -1,14 +1,13 @@
-"""`glm53 fabric`: what a start would find on this node now, for a person or as JSON."""
+"""The rails as a start would find them now, for `glm53 fabric` and the doctor."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from glm53_service.doctor.source import Source
 from glm53_service.errors import ConfigError, UnavailableError
 from glm53_service.fabric.links import ARGV, Link, parse_links
 from glm53_service.fabric.probe import survey
@@ -16,8 +15,19 @@ from glm53_service.fabric.rails import Fabric, unused_twins
 from glm53_service.fabric.sysfs import Hca, read_hcas
 from glm53_service.fabric.trouble import EXIT_CODES, Trouble
 from glm53_service.node import Node, read_node
-from glm53_service.run import Runner, run
+from glm53_service.run import Runner
 from glm53_service.settings import read_settings
+
+FILES = (
+    "sys/class/infiniband/*/fw_ver",
+    "sys/class/infiniband/*/ports/1/state",
+    "sys/class/infiniband/*/ports/1/gids/*",
+    "sys/class/infiniband/*/ports/1/gid_attrs/types/*",
+    "sys/class/infiniband/*/device/net/*/mtu",
+    "sys/class/infiniband/*/device/net/*/phys_port_name",
+    "sys/class/infiniband/*/device/net/*/type",
+    "sys/bus/pci/devices/*/vendor",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +48,10 @@ class View:
         return next((r.trouble for r in self.fabric.reach if r.address == first and r.trouble), None)
 
 
-def fabric_command(etc: Path, *, as_json: bool) -> int:
-    """Print the view of this node and return 0, or the exit code of its trouble."""
-    node = known_node(etc)
-    view = asyncio.run(look(node, rdma=needs_rdma(etc, node), runner=run, root=Path("/")))
-    print(json.dumps(as_data(view, node), indent=1) if as_json else "\n".join(as_lines(view, node)))
-    return EXIT_CODES[view.trouble.kind] if view.trouble else 0
+async def view_of(source: Source, node: Node | None) -> View:
+    """Return the view of a machine, or of a snapshot of one."""
+    rdma = needs_rdma(source.etc, node)
+    return await look(node, rdma=rdma, runner=source.runner, root=source.root)
 
 
 async def look(node: Node | None, *, rdma: bool, runner: Runner, root: Path) -> View:
