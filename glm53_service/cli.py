@@ -23,7 +23,17 @@ if TYPE_CHECKING:
 
 ETC = Path("/etc/glm53")
 ASK_SECONDS = 5.0
-FLAGS = {"--json": "for programs", "--origin": "where each value comes from"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--json": {"action": "store_true", "help": "for programs"},
+    "--from": {
+        "dest": "tree",
+        "type": Path,
+        "metavar": "TREE",
+        "help": "look at a snapshot in place of this machine",
+    },
+    "--out": {"type": Path, "metavar": "DIR", "help": "a new folder (default: one with node and time)"},
+    "--origin": {"action": "store_true", "help": "where each value comes from"},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -47,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--debug", action="store_true", help="log details, show tracebacks")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, run, text, flags in (
+    for name, run, text, options in (
         (
             "status",
             _status,
@@ -56,6 +66,18 @@ def _parser() -> argparse.ArgumentParser:
         ),
         ("command", _command, "the exact container of each rank of the current epoch", ("--json",)),
         ("config", _config, "each effective value of the head's settings", ("--json", "--origin")),
+        (
+            "fabric",
+            _fabric,
+            "the rails of this node and whether its peers answer; a fault has an exit code of its own",
+            ("--json", "--from"),
+        ),
+        (
+            "snapshot",
+            _snapshot,
+            "save what the checks read as plain files, without secrets, for somebody else to look at",
+            ("--out",),
+        ),
         ("check", _check, "validate this node's settings; exit 78 names every fault", ()),
         ("version", _version, "package version and release", ()),
         ("lead", _lead, "supervise rank 0 (glm53-head.service)", ()),
@@ -64,8 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
-        for flag in flags:
-            command.add_argument(flag, action="store_true", help=FLAGS[flag])
+        for option in options:
+            command.add_argument(option, **OPTIONS[option])
     return parser
 
 
@@ -169,6 +191,18 @@ def _command(arguments: argparse.Namespace) -> int:
         else "\n\n".join(f"# {who}\n{command}" for who, command in commands.items())
     )
     return 0
+
+
+def _fabric(arguments: argparse.Namespace) -> int:
+    from glm53_service.doctor.commands import fabric_command, source_of
+
+    return fabric_command(source_of(arguments.etc, arguments.tree), as_json=arguments.json)
+
+
+def _snapshot(arguments: argparse.Namespace) -> int:
+    from glm53_service.doctor.commands import snapshot_command, source_of
+
+    return snapshot_command(source_of(arguments.etc, None), arguments.out)
 
 
 def _gate_port(etc: Path) -> int:

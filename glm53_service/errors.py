@@ -38,6 +38,14 @@ class UnavailableError(Glm53Error):
     exit_code = 69
 
 
+class CommandError(UnavailableError):
+    """A program ran and ended with `code`; `out` and `err` are what it said."""
+
+    def __init__(self, message: str, *, code: int, out: str = "", err: str = "") -> None:
+        super().__init__(message)
+        self.code, self.out, self.err = code, out, err
+
+
 class GaveUpError(Glm53Error):
     """The engine failed too often in too short a time; a person has to look."""
 

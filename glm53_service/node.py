@@ -10,16 +10,30 @@ import msgspec
 from msgspec import Meta
 
 from glm53_service.errors import ConfigError
+from glm53_service.fabric.rails import Wishes
+from glm53_service.fabric.selector import parse_selector
 from glm53_service.settings import Port, read_text
 from glm53_service.structs import decode, load_yaml
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """One machine: its name, its management address, and its fabric addresses, one a rail, in rail order."""
+    """One machine: its name, its management address, and its fabric addresses, one a rail, in rail order.
+
+    `netdevs` (one a rail), `hca` (NCCL's selector) and `gid_index` are what the inventory says of its
+    devices: each start compares them with what is there, and refuses where they differ. Empty is no value.
+    """
 
     node: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")]
     management: str
     fabric: tuple[str, ...]
+    netdevs: tuple[str, ...] = ()
+    hca: str = ""
+    gid_index: Annotated[int, Meta(ge=0, le=255)] | None = None
+
+    @property
+    def wishes(self) -> Wishes:
+        """What the inventory says of this node's devices."""
+        return Wishes(selector=parse_selector(self.hca), gid_index=self.gid_index, netdevs=self.netdevs)
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +59,11 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     def lead(self) -> Peer:
         """The node of rank 0."""
         return self.nodes[0]
+
+    @property
+    def peer_fabric(self) -> tuple[str, ...]:
+        """The fabric addresses of every other node."""
+        return tuple(address for peer in self.nodes if peer.node != self.node for address in peer.fabric)
 
     @property
     def followers(self) -> tuple[Peer, ...]:
@@ -83,8 +102,22 @@ def _cross_checks(node: Node) -> list[str]:
         )
     seen: dict[str, str] = {}
     for rank, peer in enumerate(node.nodes):
+        problems += _wish_problems(f"nodes[{rank}]", peer)
         for key, address in [("management", peer.management), *(("fabric", a) for a in peer.fabric)]:
             problems += _address(f"nodes[{rank}].{key}", address, peer.node, seen)
+    return problems
+
+
+def _wish_problems(key: str, peer: Peer) -> list[str]:
+    problems = []
+    try:
+        parse_selector(peer.hca)
+    except ValueError as error:
+        problems.append(f"{key}.hca: {error}")
+    if peer.netdevs and len(peer.netdevs) != len(peer.fabric):
+        problems.append(
+            f"{key}.netdevs: found {len(peer.netdevs)}, expected one for each of {len(peer.fabric)} addresses"
+        )
     return problems
 
 

@@ -7,7 +7,7 @@ import logging
 import shlex
 from collections.abc import Awaitable, Callable, Sequence
 
-from glm53_service.errors import UnavailableError
+from glm53_service.errors import CommandError, UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,8 @@ TIMEOUT_SECONDS = 10.0
 async def run(argv: Sequence[str], *, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
     """Return the standard output of `argv`, run without a shell, without input, in a minimal environment.
 
-    UnavailableError says what was run (copy-pasteable), how it ended and what it said.
+    UnavailableError says what was run (copy-pasteable) and why it gave nothing; CommandError, one of them,
+    that it ended by itself with another code than 0.
     """
     shown = shlex.join(argv)
     try:
@@ -39,7 +40,9 @@ async def run(argv: Sequence[str], *, timeout_seconds: float = TIMEOUT_SECONDS) 
         process.kill()
         await process.wait()
         raise UnavailableError(f"`{shown}` gave no answer within {timeout_seconds:g} s") from None
+    said = out.decode(errors="replace")
     if process.returncode:
-        said = err.decode(errors="replace").strip()
-        raise UnavailableError(f"`{shown}` ended with {process.returncode}: {said}")
-    return out.decode(errors="replace")
+        why = err.decode(errors="replace").strip()
+        message = f"`{shown}` ended with {process.returncode}: {why}"
+        raise CommandError(message, code=process.returncode, out=said, err=why)
+    return said

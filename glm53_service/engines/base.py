@@ -13,6 +13,7 @@ from glm53_service.drafter import Choice, Refusal
 from glm53_service.engines.health import Health
 from glm53_service.errors import ConfigError
 from glm53_service.fabric.rails import Fabric
+from glm53_service.fabric.trouble import Trouble
 from glm53_service.settings import Settings, choose_drafter
 from glm53_service.system import Memory
 
@@ -35,7 +36,11 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a node needs to make its rank of one epoch; the head sends it, nobody else decides."""
+    """Everything a node needs to make its rank of one epoch; the head sends it, nobody else decides.
+
+    `rails` has each rank's addresses of the rails that were agreed on, `dropped` why others are not among
+    them.
+    """
 
     epoch: int
     settings: Settings
@@ -44,6 +49,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     world: int
     drafter: Choice | None = None
     attempt: Attempt = Attempt()
+    rails: tuple[tuple[str, ...], ...] = ()
+    dropped: tuple[Trouble, ...] = ()
 
     @property
     def choice(self) -> Choice:

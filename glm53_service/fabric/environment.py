@@ -26,5 +26,7 @@ def rank_environment(fabric: Fabric, *, rdma: bool) -> dict[str, str]:
             "UCX_NET_DEVICES": first.netdev,
             "NCCL_IB_HCA": "=" + ",".join(hcas),
             "NCCL_IB_GID_INDEX": str(first.gid_index),
+            "NCCL_DEBUG": "INFO",  # a few lines a start, which say whether RDMA is used at all
+            "NCCL_DEBUG_SUBSYS": "INIT,NET",
         }
     return environment

@@ -20,6 +20,8 @@ from glm53_service.drafter import Choice, Refusal
 from glm53_service.engines.base import Attempt, Engine, Launch
 from glm53_service.engines.health import Health, Stillness, stall
 from glm53_service.errors import Glm53Error, UnavailableError
+from glm53_service.fabric.pairing import Agreement, Seen, agree
+from glm53_service.fabric.probe import survey
 from glm53_service.fabric.rails import Fabric
 from glm53_service.node import Node
 from glm53_service.settings import Settings, choose_drafter, long_lines
@@ -27,13 +29,14 @@ from glm53_service.story import event
 from glm53_service.supervisor.decide import Cause
 from glm53_service.supervisor.idle import Quiet, ask
 from glm53_service.supervisor.members import Members
-from glm53_service.supervisor.messages import Go, Prepare, Stop
+from glm53_service.supervisor.messages import Go, Look, Prepare, Stop
 from glm53_service.supervisor.ranks import Rank
 from glm53_service.supervisor.world import World
 
 log = logging.getLogger(__name__)
 
 API_POLL_SECONDS = 0.25
+LOOK_POLL_SECONDS = 0.05
 HEALTH_SECONDS = 2.0
 """How often a serving rank 0 is looked at: a stall is seen within its limit and this."""
 
@@ -75,9 +78,9 @@ class Epoch:
         self.api_up = self.canary_right = False
         self.running_requests: int | None = None
 
-    def prepare(self, fabric: Fabric) -> None:
-        """Have every node make its container."""
-        self._spawn(self._prepare(fabric))
+    def prepare(self) -> None:
+        """Have every node find its rails, agree on them, and make its container."""
+        self._spawn(self._prepare())
 
     def go(self) -> None:
         """Start rank 0, then the others, and wait for the API."""
@@ -135,17 +138,21 @@ class Epoch:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
 
-    async def _prepare(self, fabric: Fabric) -> None:
+    async def _prepare(self) -> None:
         try:
             inspect = await self._docker.image(self._settings.image)
+            drafter = self._drafter or await self._choose_drafter()
+            fabric, agreed = await self._agree()
             launch = Launch(
                 epoch=self.number,
                 settings=self._settings,
                 image_content=image_content(inspect),
-                master=self._node.lead.fabric[0],
+                master=agreed.rails[0][0],
                 world=len(self._node.nodes),
-                drafter=self._drafter or await self._choose_drafter(),
+                drafter=drafter,
                 attempt=self._attempt,
+                rails=agreed.rails,
+                dropped=agreed.dropped,
             )
             self.launch = launch
             log.info(event(launch.choice.line()))
@@ -154,6 +161,33 @@ class Epoch:
         except Glm53Error as error:
             self.prepare_problem = str(error)
             self._wake()
+
+    async def _agree(self) -> tuple[Fabric, Agreement]:
+        """Return this node's part of the rails that join all ranks, and the whole agreement.
+
+        Every node looks and probes at the same time. One that finds nothing usable refuses, which ends this.
+        """
+        rdma, own = self._settings.device == "cuda", self._node.lead
+        await self._members.tell_all(Look(epoch=self.number, rdma=rdma), every_path=True)
+        found = await survey(
+            own.fabric,
+            self._node.peer_fabric,
+            rdma=rdma,
+            runner=self._world.runner,
+            root=self._world.root,
+            wishes=own.wishes,
+        )
+        while len(others := self._members.fabrics(self.number)) < len(self._node.followers):
+            await self._world.sleep(LOOK_POLL_SECONDS)
+        agreed = agree(
+            [
+                Seen(node=own.node, fabric=found),
+                *(Seen(node=peer.node, fabric=others[peer.node]) for peer in self._node.followers),
+            ]
+        )
+        if agreed.trouble:
+            raise UnavailableError(agreed.trouble.text, hint=agreed.trouble.fix)
+        return found.only(agreed.rails[0], agreed.dropped), agreed
 
     async def _go(self) -> None:
         try:

@@ -14,8 +14,8 @@ from glm53_service.docker import DockerApi, remove_ours
 from glm53_service.engines import engine_for
 from glm53_service.engines.base import Launch, Line, LineKind
 from glm53_service.errors import Glm53Error, UnavailableError
-from glm53_service.fabric.probe import probe
-from glm53_service.fabric.rails import Fabric
+from glm53_service.fabric.probe import survey
+from glm53_service.fabric.rails import Fabric, rail_lines
 from glm53_service.node import Node
 from glm53_service.settings import Gate
 from glm53_service.status import RankStatus, Status
@@ -26,6 +26,7 @@ from glm53_service.supervisor.messages import (
     Bye,
     Go,
     Hello,
+    Look,
     Message,
     PathName,
     Prepare,
@@ -85,6 +86,8 @@ class Follower:
         self._last_progress = 0.0
         self._errors = ErrorLines(node.rank)
         self._told_to_go = False
+        self._looked = ("", 0)
+        self._fabric: Fabric | None = None
         self._shown = ""
         self._last_end = ""
         self._since = world.wall()
@@ -195,11 +198,13 @@ class Follower:
 
     def _message(self, message: Message) -> None:
         match message:
+            case Look():
+                self._look(message)
             case Prepare():
                 self._prepare(message.launch)
             case Go() if self._launch and message.epoch == self._launch.epoch and not self._told_to_go:
                 self._told_to_go = True
-                self._work(self._start(message.epoch))
+                self._work(self._start(message.epoch), message.epoch)
             case Stop() if self._launch and message.epoch == self._launch.epoch:
                 log.info(event(f"epoch {message.epoch} ends: {message.reason}"))
                 self._end(message.epoch, message.reason, fault=message.fault)
@@ -207,6 +212,34 @@ class Follower:
                 log.info(event(f"the lead leaves: {message.reason}"))
             case _:
                 return
+
+    def _look(self, look: Look) -> None:
+        """Find the rails for an epoch that may begin (every message comes twice: once is enough)."""
+        asked = (self._dialler.lead_instance, look.epoch)
+        if asked == self._looked:
+            return
+        if self._launch is not None:
+            self._end(self._launch.epoch, f"epoch {look.epoch} replaces it", fault=False)
+        self._looked, self._fabric = asked, None
+        self._work(self._survey(look), look.epoch)
+
+    async def _survey(self, look: Look) -> None:
+        me, world = self._node.me, self._world
+        async with self._turn:
+            found = await survey(
+                me.fabric,
+                self._node.peer_fabric,
+                rdma=look.rdma,
+                runner=world.runner,
+                root=world.root,
+                wishes=me.wishes,
+            )
+            if found.problem:
+                log.warning(event(f"epoch {look.epoch} is refused: {found.problem}"))
+                self._rank.refuse(look.epoch, found.problem)
+            else:
+                self._fabric = found
+                self._rank.found(look.epoch, found)
 
     def _prepare(self, launch: Launch) -> None:
         if self._launch is not None:
@@ -222,19 +255,22 @@ class Follower:
                 engine=launch.settings.engine,
             )
         )
-        self._work(self._make(launch))
+        self._work(self._make(launch), launch.epoch)
 
     async def _make(self, launch: Launch) -> None:
         async with self._turn:
             try:
-                fabric = await self._fabric(rdma=launch.settings.device == "cuda")
-                if fabric.problem:
-                    self._rank.refuse(launch.epoch, fabric.problem)
-                    return
+                fabric = self._agreed(launch)
                 await self._rank.prepare(launch, engine_for(launch.settings), fabric)
             except Glm53Error as error:
                 log.warning(event(f"epoch {launch.epoch} is refused: {error}"))
                 self._rank.refuse(launch.epoch, str(error))
+
+    def _agreed(self, launch: Launch) -> Fabric:
+        """Return the rails of `launch`, of those that were found for it here a moment ago."""
+        if self._fabric is None or self._looked[1] != launch.epoch:
+            raise UnavailableError(f"epoch {launch.epoch} was prepared before its rails were looked for")
+        return self._fabric.only(launch.rails[self._node.rank], launch.dropped)
 
     async def _start(self, epoch: int) -> None:
         async with self._turn:
@@ -243,21 +279,19 @@ class Follower:
             except Glm53Error as error:
                 self._rank.refuse(epoch, str(error))
             else:
+                rank, found = self._node.rank, self._rank.report.fabric
                 log.info(
-                    event(
-                        f"rank {self._node.rank} started",
-                        epoch=epoch,
-                        engine_log=f"journalctl -t glm53-rank{self._node.rank}",
-                    )
+                    event(f"rank {rank} started", epoch=epoch, engine_log=f"journalctl -t glm53-rank{rank}")
                 )
+                for line in rail_lines(found) if found else ():
+                    log.info(event(f"rank {rank}: {line}"))
 
-    def _work(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a step of the current epoch; it is cancelled when the epoch ends. (Every message comes twice.)
+    def _work(self, work: Coroutine[Any, Any, None], epoch: int) -> None:
+        """Run a step of `epoch`; it is cancelled when the epoch ends. (Every message comes twice.)
 
         An unforeseen failure is a refusal: silence would leave the whole pair waiting.
         """
         task = asyncio.create_task(work)
-        epoch = self._launch.epoch if self._launch else 0
 
         def done(_: asyncio.Task[None]) -> None:
             self._steps.discard(task)
@@ -288,9 +322,6 @@ class Follower:
         log.info(event(f"the rank of epoch {epoch} is gone"))
 
     # What is shown ------------------------------------------------------------------------
-
-    async def _fabric(self, *, rdma: bool) -> Fabric:
-        return await probe(self._node.me.fabric, rdma=rdma, runner=self._world.runner, root=self._world.root)
 
     def _report(self) -> None:
         self._background.spawn(self._dialler.say(State(report=self._rank.report)))
@@ -328,7 +359,7 @@ class Follower:
             )
         )
         state = "running" if running else "idle" if self._dialler.connected else "waiting"
-        rails = tuple(rail.line() for rail in report.fabric.rails) if report.fabric else ()
+        found = report.fabric or Fabric(rails=())
         return Status(
             role="follower",
             node=self._node.node,
@@ -348,7 +379,8 @@ class Follower:
                     state=report.state,
                     connected=True,
                     release=self._release,
-                    rails=rails,
+                    rails=tuple(rail.line() for rail in found.rails),
+                    warnings=tuple(map(str, found.warnings)),
                     command=report.command,
                 ),
             ),

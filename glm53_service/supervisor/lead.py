@@ -18,6 +18,7 @@ from glm53_service.engines.base import Line, LineKind
 from glm53_service.errors import GaveUpError, UnavailableError
 from glm53_service.fabric.probe import probe
 from glm53_service.fabric.rails import Fabric
+from glm53_service.fabric.trouble import Kind, Trouble
 from glm53_service.ledger import Ledger
 from glm53_service.node import Node
 from glm53_service.recovery import Recovery, recover
@@ -108,7 +109,8 @@ class Lead:
         self._background = Background()
         self._stop_requested = False
         self._docker_problem = ""
-        self._fabric = Fabric(rails=(), problem="not looked at yet")
+        unseen = Trouble(kind=Kind.UNREADABLE, text="the fabric was not looked at yet")
+        self._fabric = Fabric(rails=(), trouble=unseen)
         self._looked_at = -IDLE_LOOK_SECONDS
         self._resume_at = 0.0
         self._progress = self._last_end = ""
@@ -235,6 +237,7 @@ class Lead:
             rdma=self._settings.device == "cuda",
             runner=self._world.runner,
             root=self._world.root,
+            wishes=self._node.lead.wishes,
         )
         self._looked_at = self._world.clock()
 
@@ -320,7 +323,7 @@ class Lead:
             logging.DEBUG if self._refused else logging.INFO,
             event(f"epoch {self._epoch.number} begins", ranks=len(self._node.nodes)),
         )
-        self._epoch.prepare(self._fabric)
+        self._epoch.prepare()
 
     def _tell_rails(self) -> None:
         for rank in self._ranks():
@@ -399,7 +402,7 @@ class Lead:
             connected=True,
             release=self._release,
             rails=tuple(rail.line() for rail in fabric.rails),
-            warnings=fabric.warnings,
+            warnings=tuple(map(str, fabric.warnings)),
             command=report.command,
         )
         return (first, *self._members.statuses())

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import WSMsgType, web
 
 from glm53_service.errors import AuthError
+from glm53_service.fabric.rails import Fabric
 from glm53_service.node import Node, Peer
 from glm53_service.status import RankStatus
 from glm53_service.story import event
@@ -110,6 +111,11 @@ class Members:
     def statuses(self) -> tuple[RankStatus, ...]:
         """Return every follower in rank order, as `glm53 status` shows it."""
         return tuple(_status(link) for link in self._links.values())
+
+    def fabrics(self, epoch: int) -> dict[str, Fabric]:
+        """Return what each follower found for `epoch`, of those that have said it."""
+        reports = {name: link.report for name, link in self._links.items() if link.report.epoch == epoch}
+        return {name: report.fabric for name, report in reports.items() if report.fabric is not None}
 
     def strays(self, epoch: int | None) -> list[tuple[str, int]]:
         """Return (node, epoch) of every follower whose container belongs to no epoch, or to another than
@@ -300,7 +306,7 @@ def _status(link: _Link) -> RankStatus:
         connected=bool(link.paths),
         release=link.hello.release if link.hello else "",
         rails=tuple(rail.line() for rail in fabric.rails) if fabric else (),
-        warnings=fabric.warnings if fabric else (),
+        warnings=tuple(map(str, fabric.warnings)) if fabric else (),
         command=link.report.command,
     )
 

@@ -1,8 +1,9 @@
 """The epoch protocol: what the supervisors say to each other.
 
-A follower dials the lead over the fabric and over the management network. `prepare` makes every node build
-its container; only when all said `prepared` does the lead start rank 0 and say `go`. `stop` ends an epoch; a
-message of another epoch than the current one is dropped.
+A follower dials the lead over the fabric and over the management network. `look` makes every node find its
+rails and probe its peers; `prepare` makes it build its container for the rails that were agreed on; only when
+all said `prepared` does the lead start rank 0 and say `go`. `stop` ends an epoch; a message of another epoch
+than the current one is dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 from glm53_service.engines.base import Launch
 from glm53_service.fabric.rails import Fabric
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised with every incompatible change; supervisors of different protocols do not form a pair."""
 
 
@@ -40,7 +41,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     `serial` counts the changes on that node: words travel over two networks and may arrive out of order, the
     highest serial of an instance is the truth. `exit_code` and `reason` belong to an exit, `command` to a
-    created container, `refused` says why this node cannot make its rank of `epoch`.
+    created container, `refused` says why this node cannot make its rank of `epoch`. `fabric` is what the node
+    found for that epoch, and once the container is made, what its rank was told.
     """
 
     serial: int = 0
@@ -88,6 +90,16 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     fabric_silence: float = 0.0
 
 
+class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
+    """Find the rails of this node and probe the peers, for `epoch`; `rdma`: its ranks need RDMA devices.
+
+    The answer is a report of that epoch with a fabric, or with a refusal.
+    """
+
+    epoch: int
+    rdma: bool
+
+
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
     """Build the container of `launch.epoch`, start nothing."""
 
@@ -128,4 +140,4 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
     reason: str
 
 
-Message = Hello | Welcome | Beat | Prepare | Go | State | Progress | Stop | Bye
+Message = Hello | Welcome | Beat | Look | Prepare | Go | State | Progress | Stop | Bye

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from glm53_service.artifacts.cache import give_back
 from glm53_service.artifacts.content import image_content, local_tag
 from glm53_service.artifacts.draft import read_draft_files
@@ -19,6 +21,7 @@ from glm53_service.drafter import DrafterKind, check_files
 from glm53_service.engines.base import ContainerSpec, Engine, Launch, Line, LineKind, Place
 from glm53_service.errors import Glm53Error, UnavailableError
 from glm53_service.evidence import save_evidence
+from glm53_service.fabric.nccl import Network
 from glm53_service.fabric.rails import Fabric
 from glm53_service.files import read_json, write_durably
 from glm53_service.story import event
@@ -70,6 +73,7 @@ class Rank:
         self._tasks: list[asyncio.Task[None]] = []
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._last_error = ""
+        self._network: Network | None = None
         self._epoch = 0
         self.report = Report()
 
@@ -116,12 +120,18 @@ class Rank:
         self._container = await self._docker.create(spec)
         self._tail.clear()
         self._last_error = ""
+        self._network = Network() if launch.settings.device == "cuda" else None
         self._set(RankState.CREATED, command=spec.shell(), fabric=fabric)
 
     @property
     def tail(self) -> str:
         """The last lines that this rank said."""
         return "\n".join(self._tail)
+
+    def found(self, epoch: int, fabric: Fabric) -> None:
+        """Say which rails this node has for `epoch`, which has no container yet."""
+        self._epoch = epoch
+        self._set(RankState.ABSENT, fabric=fabric)
 
     def refuse(self, epoch: int, reason: str) -> None:
         """Say that this node cannot make its rank of `epoch`."""
@@ -299,12 +309,21 @@ class Rank:
         try:
             async for text in self._docker.lines(container):
                 self._tail.append(text)
+                self._read_network(text)
                 line = self._engine.read_line(text)
                 if line.kind is LineKind.ERROR:
                     self._last_error = line.text
                 self._on_line(line)
         except UnavailableError as error:
             log.debug(event("the rank's output ended", error=error.message))
+
+    def _read_network(self, text: str) -> None:
+        """Notice that NCCL took TCP: it serves, at a fraction of the speed, and nothing else would say so."""
+        trouble = self._network.read(text) if self._network else None
+        fabric = self.report.fabric
+        if trouble is not None and fabric is not None:
+            log.warning(event(f"rank {self._rank}: {trouble}"))
+            self._set_fabric(msgspec.structs.replace(fabric, warnings=(*fabric.warnings, trouble)))
 
     async def _await_exit(self, container: str) -> None:
         try:
@@ -339,6 +358,10 @@ class Rank:
             command=self.report.command,
             fabric=self.report.fabric,
         )
+
+    def _set_fabric(self, fabric: Fabric) -> None:
+        self.report = msgspec.structs.replace(self.report, serial=self.report.serial + 1, fabric=fabric)
+        self._on_change()
 
     def _set(
         self,

@@ -26,8 +26,19 @@ def glm53_nodes(hosts: list[str], hostvars: Mapping[str, Any]) -> list[dict[str,
     for host in hosts:
         variables = hostvars[host]
         management = variables.get("glm53_management_address") or variables.get("ansible_host") or host
-        fabric = [glm53_ip(rail["address"]) for rail in variables.get("glm53_fabric_rails") or []]
-        nodes.append({"node": str(host), "management": str(management), "fabric": fabric})
+        rails = variables.get("glm53_fabric_rails") or []
+        node: dict[str, Any] = {
+            "node": str(host),
+            "management": str(management),
+            "fabric": [glm53_ip(rail["address"]) for rail in rails],
+            "netdevs": [str(rail["netdev"]) for rail in rails],
+        }
+        # An empty value is no value: NCCL reads an empty index as 0.
+        if str(variables.get("glm53_fabric_hca") or "").strip():
+            node["hca"] = str(variables["glm53_fabric_hca"]).strip()
+        if str(variables.get("glm53_fabric_gid_index", "")).strip():
+            node["gid_index"] = int(variables["glm53_fabric_gid_index"])
+        nodes.append(node)
     return nodes
 
 

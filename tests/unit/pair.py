@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from glm53_service.errors import CommandError
 from glm53_service.node import Node, load_node
 from glm53_service.notify import Notifier
 from glm53_service.supervisor import dial, members
@@ -24,17 +25,24 @@ from glm53_service.supervisor.world import World
 from tests.unit.doubles import FakeApi, FakeDocker, free_port, make_settings
 
 TOKEN = "ab" * 32
-LINKS = json.dumps(
-    [
-        {
-            "ifname": f"f{n}",
-            "flags": ["LOWER_UP"],
-            "mtu": 9000,
-            "addr_info": [{"family": "inet", "local": f"127.0.1.{n}"}],
-        }
-        for n in (1, 2)
-    ]
-)
+
+
+def links_of(*addresses: str, mtu: int = 9000) -> str:
+    """Return what `ip -j address show` says of a node with a device for each address."""
+    return json.dumps(
+        [
+            {
+                "ifname": f"f{address}",
+                "flags": ["LOWER_UP"],
+                "mtu": mtu,
+                "addr_info": [{"family": "inet", "local": address, "prefixlen": 24}],
+            }
+            for address in addresses
+        ]
+    )
+
+
+LINKS = links_of("127.0.1.1", "127.0.1.2")
 
 
 @dataclass
@@ -52,13 +60,17 @@ class Pair:
     release: dict[str, str] = field(default_factory=lambda: {"a": "r1", "b": "r1"})
     changes: dict[str, Any] = field(default_factory=dict)
     docker_state: dict[str, str] = field(default_factory=lambda: {"a": "active\n", "b": "active\n"})
+    links: dict[str, str] = field(default_factory=lambda: {"a": LINKS, "b": LINKS})
+    fabric: dict[str, str] = field(default_factory=lambda: {"a": "127.0.1.1", "b": "127.0.1.2"})
+    dead: set[tuple[str, str]] = field(default_factory=set)
+    pings: list[tuple[str, ...]] = field(default_factory=list)
 
     def node(self, name: str) -> Node:
         """Return node.yaml of `name`; every address is on loopback."""
         return load_node(
             f"""{{version: 1, cluster: unit, node: {name}, supervisor_port: {self.port}, nodes: [
-            {{node: a, management: 127.0.0.1, fabric: [127.0.1.1]}},
-            {{node: b, management: 127.0.0.2, fabric: [127.0.1.2]}}]}}""",
+            {{node: a, management: 127.0.0.1, fabric: [{self.fabric["a"]}]}},
+            {{node: b, management: 127.0.0.2, fabric: [{self.fabric["b"]}]}}]}}""",
             "node.yaml",
         )
 
@@ -66,7 +78,11 @@ class Pair:
         """Return the world of `name`: real clocks, its own state folder."""
 
         async def runner(argv: Any) -> str:
-            return self.docker_state[name] if argv[0] == "systemctl" else LINKS
+            if argv[0] == "ping":
+                self.pings.append((name, *argv))
+                if (name, argv[-1]) in self.dead:
+                    raise CommandError("no answer", code=1)
+            return self.docker_state[name] if argv[0] == "systemctl" else self.links[name]
 
         return World(runner=runner, notifier=Notifier({}), state=self.folder / name)
 

@@ -17,6 +17,7 @@ from glm53_service.fabric.links import Link, parse_links
 from glm53_service.fabric.probe import probe
 from glm53_service.fabric.rails import Fabric, find_fabric
 from glm53_service.fabric.sysfs import read_hcas
+from glm53_service.fabric.trouble import Kind
 
 ZERO = "0000:0000:0000:0000:0000:0000:0000:0000"
 FE80 = "fe80:0000:0000:0000:4ebb:47ff:fe00:0001"
@@ -61,7 +62,7 @@ def pair_of(address: str, index: int) -> dict[int, tuple[str, str]]:
 def links(*found: tuple[str, str]) -> list[Link]:
     """Return links that are up with MTU 9000."""
     return [
-        Link(name=name, carrier=True, mtu=9000, addresses=(address,) if address else ())
+        Link(name=name, carrier=True, mtu=9000, addresses=(f"{address}/24",) if address else ())
         for name, address in found
     ]
 
@@ -85,6 +86,8 @@ def test_the_index_is_the_one_that_holds_the_address(tmp_path: Path, index: int)
         "UCX_NET_DEVICES": "enp1s0f1np1",
         "NCCL_IB_HCA": "=rocep1s0f1",
         "NCCL_IB_GID_INDEX": str(index),
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,NET",
     }
 
 
@@ -124,9 +127,10 @@ def test_twins_without_a_common_index_fall_to_one_rail_with_a_warning(tmp_path: 
     add_hca(tmp_path, "roceP2p1s0f1", "enP2p1s0f1np1", pair_of(RAIL1, 6))
     found = fabric(tmp_path, links(("enp1s0f1np1", RAIL0), ("enP2p1s0f1np1", RAIL1)), (RAIL0, RAIL1))
     assert [rail.hca for rail in found.rails] == ["rocep1s0f1"]
-    assert found.warnings == (
-        "rail 1 is not used: its GID index is 6, rail 0 has 3; a rank can be told one only",
-    )
+    assert [str(warning) for warning in found.warnings] == [
+        "rail 1 is not used: its GID index is 6, rail 0 has 3; a rank can be told one only"
+    ]
+    assert found.warnings[0].kind is Kind.NO_COMMON_INDEX
 
 
 def test_a_second_rail_that_is_down_degrades_and_does_not_stop(tmp_path: Path) -> None:
@@ -135,14 +139,14 @@ def test_a_second_rail_that_is_down_degrades_and_does_not_stop(tmp_path: Path) -
     add_hca(tmp_path, "roceP2p1s0f1", "enP2p1s0f1np1", pair_of(RAIL1, 3))
     found = fabric(tmp_path, links(("enp1s0f1np1", RAIL0), ("enP2p1s0f1np1", "")), (RAIL0, RAIL1))
     assert len(found.rails) == 1
-    assert found.warnings[0].startswith("rail 1 is not used: no device has 198.51.100.1")
+    assert found.warnings[0].text.startswith("rail 1 is not used: no device has 198.51.100.1")
 
 
 @pytest.mark.parametrize(
     ("link", "said"),
     [
         (
-            Link(name="enp1s0f1np1", carrier=False, mtu=9000, addresses=(RAIL0,)),
+            Link(name="enp1s0f1np1", carrier=False, mtu=9000, addresses=(f"{RAIL0}/24",)),
             "enp1s0f1np1 (192.0.2.1) has no carrier",
         ),
         (
@@ -151,10 +155,10 @@ def test_a_second_rail_that_is_down_degrades_and_does_not_stop(tmp_path: Path) -
         ),
         (
             Link(name="enp1s0f1np1", carrier=True, mtu=9000, addresses=()),
-            "though enp1s0f1np1 has a carrier: run site.yml",
+            "though enp1s0f1np1 has a carrier. Run site.yml",
         ),
         (
-            Link(name="enP7s7", carrier=True, mtu=1500, addresses=(RAIL0,)),
+            Link(name="enP7s7", carrier=True, mtu=1500, addresses=(f"{RAIL0}/24",)),
             "enP7s7 (192.0.2.1) has no RDMA device",
         ),
     ],
@@ -201,7 +205,7 @@ def test_ip_output_is_read_as_it_is_written() -> None:
     )
     assert parse_links(text) == (
         Link(name="x0", carrier=False, mtu=1500, addresses=()),
-        Link(name="x1", carrier=True, mtu=9000, addresses=(RAIL0,)),
+        Link(name="x1", carrier=True, mtu=9000, addresses=(f"{RAIL0}/24",)),
     )
 
 

@@ -14,7 +14,7 @@ from glm53_service.engines.base import ContainerSpec, Launch
 from glm53_service.supervisor import dial, follow
 from glm53_service.supervisor.cleanup import clean_up
 from glm53_service.supervisor.follow import Follower
-from glm53_service.supervisor.messages import Hello, Message, PathName, Prepare, RankState, Stop
+from glm53_service.supervisor.messages import Hello, Look, Message, PathName, Prepare, RankState, Stop
 from glm53_service.supervisor.world import World
 from tests.unit.doubles import FakeContainer, FakeDocker, make_settings
 from tests.unit.pair import Cut, Pair, quick, run_pair
@@ -96,8 +96,14 @@ def test_a_new_epoch_waits_for_the_end_of_the_old_rank(tmp_path: Path) -> None:
         pair.docker["b"].create_seconds = 0.1
         for epoch in (100, 101, 102):
             launch = Launch(
-                epoch=epoch, settings=settings, image_content=content, master="127.0.1.1", world=2
+                epoch=epoch,
+                settings=settings,
+                image_content=content,
+                master="127.0.1.1",
+                world=2,
+                rails=(("127.0.1.1",), ("127.0.1.2",)),
             )
+            follower._message(Look(epoch=epoch, rdma=False))
             follower._message(Prepare(launch=launch))
             await asyncio.sleep(0.15 if epoch == 100 else 0.0)
         await asyncio.sleep(0.6)

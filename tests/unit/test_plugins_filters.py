@@ -26,9 +26,23 @@ HOSTS: dict[str, Any] = {
 def test_nodes_keep_rank_order_and_prefer_the_stated_address() -> None:
     """Defect: ranks are sorted by name, or a DNS name lands where only an address is understood."""
     assert filters.glm53_nodes(["b", "a"], HOSTS) == [
-        {"node": "b", "management": "10.9.0.2", "fabric": ["10.1.0.2"]},
-        {"node": "a", "management": "10.9.0.1", "fabric": ["10.1.0.1"]},
+        {"node": "b", "management": "10.9.0.2", "fabric": ["10.1.0.2"], "netdevs": ["y0"]},
+        {"node": "a", "management": "10.9.0.1", "fabric": ["10.1.0.1"], "netdevs": ["x0"]},
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"glm53_fabric_hca": "^=roce1 ", "glm53_fabric_gid_index": "4"}, {"hca": "^=roce1", "gid_index": 4}),
+        ({"glm53_fabric_hca": "", "glm53_fabric_gid_index": ""}, {}),
+        ({"glm53_fabric_hca": " ", "glm53_fabric_gid_index": 0}, {"gid_index": 0}),
+    ],
+)
+def test_an_empty_override_is_not_handed_on(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Defect: an empty GID index reaches a node, and is read as index 0 there."""
+    [node] = filters.glm53_nodes(["a"], {"a": {**HOSTS["a"], **given}})
+    assert {key: node[key] for key in node if key in ("hca", "gid_index")} == expected
 
 
 def test_known_hosts_has_every_address_with_its_port() -> None:
