@@ -59,18 +59,30 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     `stall_seconds`: one scheduler iteration of a serving engine that shows them (TensorFold's own watchdog
     takes 300). `still_seconds`: requests run and no counter of the engine moves; longer than any prefill:
     a prompt of a million tokens takes a quarter of an hour and moves nothing on some paths.
+    `start_busy_seconds`: how long CPU time alone counts as life of a start; longer than a kernel search
+    without a word (36 minutes were reported), for a wait that spins in NCCL looks alike.
+
+    `load_guard_gib`, `steady_guard_gib`: MemAvailable of a node below which both ranks are stopped while they
+    load and while they serve; 0: never. A Spark without memory freezes instead of killing the engine.
+    Published values contradict each other: 16 GiB while loading and no start below 20 (another engine,
+    an open pull request), 5 and 3 (another model). The defaults must not end what is healthy.
+    TensorFold keeps 14.5 GiB of reserve and peaks some 10 GiB above its estimate while it loads, so 4.5
+    may be left, and it is then ready with 7 to 10.5; a prompt of a million tokens leaves 4.7 to 5.6.
     """
 
     heartbeat_seconds: Seconds = 1.0
     lease_seconds: Seconds = 4.0
     peer_lost_seconds: Seconds = 8.0
     start_stall_seconds: Seconds = 900.0
+    start_busy_seconds: Seconds = 3600.0
     stall_seconds: Seconds = 300.0
     still_seconds: Seconds = 1800.0
     stop_grace_seconds: Annotated[float, Meta(gt=0, le=60)] = 20.0
     faults_allowed: Count = 5
     faults_window_seconds: Seconds = 7200.0
     min_free_gib: Annotated[float, Meta(ge=0)] = 0.0
+    load_guard_gib: Annotated[float, Meta(ge=0)] = 4.0
+    steady_guard_gib: Annotated[float, Meta(ge=0)] = 3.0
     min_free_wait_seconds: Annotated[float, Meta(ge=0)] = 180.0
 
 
@@ -116,6 +128,11 @@ def supervision_problems(t: Supervision) -> list[str]:
             f"supervision.peer_lost_seconds: found {t.peer_lost_seconds:g}, expected at least"
             f" lease_seconds ({t.lease_seconds:g})"
         )
+    if t.start_busy_seconds < t.start_stall_seconds:
+        problems.append(
+            f"supervision.start_busy_seconds: found {t.start_busy_seconds:g}, expected at least"
+            f" start_stall_seconds ({t.start_stall_seconds:g})"
+        )
     return problems
 
 
@@ -124,6 +141,26 @@ LOAD_SILENCE_SECONDS = 600.0
 
 LONG_PREFILL_SECONDS = 1000.0
 """A prompt of 981,841 tokens was seen to take 967 s."""
+
+
+LOAD_LEAVES_GIB = 4.5
+SERVING_LEAVES_GIB = 4.7
+"""What a healthy TensorFold at its defaults may leave of a Spark's memory, see Supervision."""
+
+
+def _guard_warnings(t: Supervision) -> list[str]:
+    found = []
+    for key, value, leaves in (
+        ("load_guard_gib", t.load_guard_gib, LOAD_LEAVES_GIB),
+        ("steady_guard_gib", t.steady_guard_gib, SERVING_LEAVES_GIB),
+    ):
+        if value > leaves:
+            found.append(f"supervision.{key}: {value:g}; a healthy TensorFold may leave {leaves:g} GiB")
+        if not value:
+            found.append(
+                f"supervision.{key}: 0; a Spark whose memory runs out freezes, and nothing stops that"
+            )
+    return found
 
 
 def supervision_warnings(t: Supervision) -> list[str]:
@@ -147,4 +184,4 @@ def supervision_warnings(t: Supervision) -> list[str]:
         found.append(
             "supervision.min_free_gib: 0; nothing waits for memory that the last engine has not given back"
         )
-    return found
+    return found + _guard_warnings(t)
