@@ -15,6 +15,7 @@ from glm53_service.drafter import Choice, DrafterKind
 from glm53_service.engines import tensorfold_log
 from glm53_service.engines.base import LABEL, Attempt, ContainerSpec, Launch, Line, Mount, Place, labels
 from glm53_service.engines.health import Health, mapping, metric, refused, whole
+from glm53_service.exits import exit_text
 from glm53_service.fabric.environment import rank_environment
 from glm53_service.settings import Settings
 from glm53_service.settings.tensorfold import Tensorfold, reserve, rows, window
@@ -110,7 +111,8 @@ class TensorfoldEngine:
             return ""
         if code == 2:
             return f"the image refuses the arguments: {said}"
-        return f"the image's parser cannot be used (exit {code}): {said}. Is it a TensorFold image?"
+        how = exit_text({"ExitCode": code})
+        return f"the image's parser cannot be used, it {how}; it said: {said}. Is it a TensorFold image?"
 
     def listens(self, launch: Launch, place: Place) -> tuple[str, ...]:
         """Return the API's and the rendezvous' address on rank 0; the others bind nothing of their own."""

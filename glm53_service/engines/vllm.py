@@ -26,6 +26,7 @@ from glm53_service.engines.base import (
     labels,
 )
 from glm53_service.engines.health import Health, metric, refused, whole
+from glm53_service.exits import exit_text
 from glm53_service.fabric.environment import rank_environment
 from glm53_service.settings import Ablation, Settings
 from glm53_service.settings.vllm import capture_sizes, draft_tokens
@@ -118,7 +119,8 @@ class VllmEngine:
             return ""
         if code == 2 or "Unknown quantization method" in said:
             return f"the image refuses the arguments: {said}"
-        return f"the image's parser cannot be used (exit {code}): {said}. Is it a vLLM image?"
+        how = exit_text({"ExitCode": code})
+        return f"the image's parser cannot be used, it {how}; it said: {said}. Is it a vLLM image?"
 
     def listens(self, launch: Launch, place: Place) -> tuple[str, ...]:
         """Return the API's and the rendezvous' address on rank 0."""

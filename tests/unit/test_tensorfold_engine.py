@@ -245,10 +245,15 @@ def test_the_arguments_are_read_by_the_images_own_parser() -> None:
         (
             1,
             "Traceback\nModuleNotFoundError: No module named 'tensorfold'\n",
-            "the image's parser cannot be used (exit 1): ModuleNotFoundError: No module named 'tensorfold'."
-            " Is it a TensorFold image?",
+            "the image's parser cannot be used, it failed (exit 1); it said: ModuleNotFoundError:"
+            " No module named 'tensorfold'. Is it a TensorFold image?",
         ),
-        (137, "", "the image's parser cannot be used (exit 137): nothing. Is it a TensorFold image?"),
+        (
+            137,
+            "",
+            "the image's parser cannot be used, it was killed (SIGKILL): by the kernel for want of memory, or"
+            " by hand; it said: nothing. Is it a TensorFold image?",
+        ),
     ],
 )
 def test_what_the_argument_check_says(code: int, output: str, said: str) -> None:

@@ -150,8 +150,8 @@ def test_the_image_checks_itself_before_anything_is_stopped() -> None:
         (
             1,
             "ModuleNotFoundError: No module named 'vllm'",
-            "the image's parser cannot be used (exit 1): ModuleNotFoundError: No module named 'vllm'. Is it a"
-            " vLLM image?",
+            "the image's parser cannot be used, it failed (exit 1); it said: ModuleNotFoundError:"
+            " No module named 'vllm'. Is it a vLLM image?",
         ),
     ],
 )
