@@ -229,6 +229,10 @@ def _ask(port: int) -> dict[str, Any]:
 
 
 def _table(now: dict[str, Any]) -> str:
+    import msgspec
+
+    from glm53_service.vitals import Vitals
+
     lines = [
         f"{now['cluster']} / {now['node']} ({now['role']}): {now['state']}"
         + (f", epoch {now['epoch']}" if now["epoch"] else "")
@@ -247,7 +251,12 @@ def _table(now: dict[str, Any]) -> str:
             + ("" if rank["connected"] else ", not connected")
         )
         lines += [f"          {rail}" for rail in rank["rails"]]
-        lines += [f"          warning: {warning}" for warning in rank["warnings"]]
+        warnings = list(rank["warnings"])
+        if rank.get("vitals"):  # the supervisor may be older than this command, until it is restarted
+            vitals = msgspec.convert(rank["vitals"], Vitals)
+            lines.append(f"          {vitals.line()}")
+            warnings += vitals.warnings
+        lines += [f"          warning: {warning}" for warning in warnings]
     if now["last_end"]:
         lines.append(f"last end  {now['last_end']}")
     if now["faults"]:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from glm53_service.status import Status
+from glm53_service.status import RankStatus, Status
+from glm53_service.system import GIB
 
 STATES = (
     "waiting",
@@ -86,7 +87,19 @@ def metrics_text(now: Status) -> str:
             "rank_up",
             "gauge",
             "Whether a rank's container runs.",
-            [(f'{{rank="{r.rank}",node="{r.node}"}}', int(r.state == "running")) for r in now.ranks],
+            [(_of(r), int(r.state == "running")) for r in now.ranks],
+        ),
+        (
+            "memory_available_bytes",
+            "gauge",
+            "MemAvailable of a running rank's node.",
+            [(_of(r), round(r.vitals.available_gib * GIB)) for r in now.ranks if r.vitals],
+        ),
+        (
+            "warnings",
+            "gauge",
+            "Warnings of a running rank's node: little memory, a clamped GPU.",
+            [(_of(r), len(r.vitals.warnings)) for r in now.ranks if r.vitals],
         ),
     ]
     out = []
@@ -95,6 +108,10 @@ def metrics_text(now: Status) -> str:
             out += [f"# HELP glm53_{name} {text}", f"# TYPE glm53_{name} {kind}"]
             out += [f"glm53_{name}{labels} {value}" for labels, value in values]
     return "\n".join(out) + "\n"
+
+
+def _of(rank: RankStatus) -> str:
+    return f'{{rank="{rank.rank}",node="{rank.node}"}}'
 
 
 def _json(data: object, status: int) -> web.Response:

@@ -7,12 +7,14 @@ from typing import Any
 import msgspec
 
 from glm53_service.config import Value
+from glm53_service.vitals import Vitals
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One rank as the lead sees it.
 
-    `rails` are readable lines; `command` is the container as a docker run line.
+    `rails` are readable lines; `command` is the container as a docker run line; `vitals` are those of a
+    running rank.
     """
 
     rank: int
@@ -23,6 +25,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     rails: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     command: str = ""
+    vitals: Vitals | None = None
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,11 +58,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         parts = [f"{self.state}, epoch {self.epoch}" if self.epoch else self.state]
         if self.state == "serving":
             parts.append(f"{self.model} at {self.endpoint}")
-        elif self.progress and self.state in ("starting", "checking"):
-            parts.append(self.progress)
-        return ": ".join([", ".join(parts[:1]), *parts[1:]]) + (
-            f" ({'; '.join(self.reasons)})" if self.reasons else ""
-        )
+        elif self.state in ("starting", "checking", "running"):
+            looks = (f"rank {r.rank}: {r.vitals.line()}" for r in self.ranks if r.vitals)
+            parts += filter(None, ("; ".join(filter(None, (self.progress, *looks))),))
+        warned = [f"warning: rank {r.rank}: {w}" for r in self.ranks if r.vitals for w in r.vitals.warnings]
+        beside = "; ".join((*self.reasons, *warned))
+        return ": ".join(parts) + (f" ({beside})" if beside else "")
 
     def builtins(self) -> dict[str, Any]:
         """Return the status as plain data."""

@@ -87,11 +87,13 @@ def group_variables(ssh: Path) -> dict[str, Yaml]:
             "kv_cache_memory": "128M",
             "extra_env": {"TORCHDYNAMO_DISABLE": "1"},
         },
+        "glm53_supervision": {"load_guard_gib": 0.5, "steady_guard_gib": 0.25},
     }
 
 
 COMMENTS = {
     "glm53_api_without_key": "The lab's networks end on this machine, so its API may be open without a key.",
+    "glm53_supervision": "Both hosts share one small machine: the guard is there, and lets them use it up.",
     "glm53_vllm": "Float32 and eager: quick to start on two cores, and greedy answers never differ.",
 }
 

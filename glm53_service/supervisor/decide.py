@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from glm53_service.exits import exit_text
 from glm53_service.settings import Supervision
 from glm53_service.supervisor.messages import RankState, Report
 
@@ -53,7 +54,7 @@ class Member:
     """A follower as the lead knows it.
 
     Silences in seconds since the last word on that network; `deaf`: since it heard the lead over the fabric,
-    as it says.
+    as it says. `rebooted`: its boot id is another one than when the epoch began.
     """
 
     node: str
@@ -68,6 +69,7 @@ class Member:
     refused: str = ""
     bye: str = ""
     mismatch: str = ""
+    rebooted: bool = False
 
     def __str__(self) -> str:
         return f"{self.node} (rank {self.rank})"
@@ -77,7 +79,8 @@ class Member:
 class Snapshot:
     """All that the decision may look at; times in seconds.
 
-    `quiet`: without any sign of life of a starting rank. `phase_for`: since the phase began. `ended`: whether
+    `quiet`: without a starting rank having moved (a line, bytes, memory); `idle`: without even CPU time.
+    `phase_for`: since the phase began. `ended`: whether
     this node's own part of ending the epoch is done. `exit_known_for`: since the first exit of a rank of this
     epoch became known. `resume_in`: until the next attempt. `faults`: engine
     faults within the window. `crash`: an unforeseen failure of the epoch's own work.
@@ -97,6 +100,7 @@ class Snapshot:
     canary_right: bool = False
     canary_problem: str = ""
     quiet: float = 0.0
+    idle: float = 0.0
     phase_for: float = 0.0
     ended: bool = False
     exit_known_for: float = 0.0
@@ -130,6 +134,9 @@ def decide(s: Snapshot, t: Supervision) -> Decision:
         return _idle(s, t)
     if s.phase is Phase.ENDING:
         return _ending(s)
+    guards = _guards(s)
+    if guards:
+        return Decision(action=Action.END, state="ending", reasons=guards, cause=Cause.FAULT)
     end = _end(s, t)
     if end and end.cause is Cause.FAULT and _more_to_come(s):
         return Decision(action=Action.NONE, state=str(s.phase), reasons=end.reasons)
@@ -236,9 +243,16 @@ def _reports(s: Snapshot) -> list[tuple[str, Report]]:
     return [("rank 0", s.local), *((str(m), m.report) for m in s.members)]
 
 
+def _guards(s: Snapshot) -> tuple[str, ...]:
+    """Return which ranks were killed to save their machine: whatever else is seen follows from that."""
+    return tuple(f"{who}: {r.guard}" for who, r in _reports(s) if r.epoch == s.epoch and r.guard)
+
+
 def _exits(s: Snapshot) -> list[str]:
     return [
-        f"{who} exited with code {report.exit_code}" + (f": {report.reason}" if report.reason else "")
+        f"{who} exited with code {report.exit_code}:"
+        f" it {report.how or exit_text({'ExitCode': report.exit_code})}"
+        + (f"; its last error: {report.reason}" if report.reason else "")
         for who, report in _reports(s)
         if report.epoch == s.epoch and report.state is RankState.EXITED and report.exit_code is not None
     ]
@@ -254,7 +268,12 @@ def _losses(s: Snapshot, t: Supervision) -> list[str]:
     return losses
 
 
+HOST_WENT_DOWN = "its host went down and came back (boot id changed)"
+
+
 def _loss(m: Member, t: Supervision) -> str:
+    if m.rebooted:
+        return f"{m}: {HOST_WENT_DOWN}"
     if not m.same_instance:
         return f"{m}: its supervisor was started anew"
     if not m.connected:
@@ -289,8 +308,8 @@ def _faults(s: Snapshot, t: Supervision) -> list[str]:
         wrong = report.state in (RankState.ABSENT, RankState.CREATED)
         if wrong and s.phase in (Phase.CHECKING, Phase.SERVING):
             faults.append(f"{who} is {report.state}, expected running")
-    if s.phase is Phase.STARTING and s.quiet > t.start_stall_seconds:
-        faults.append(f"no rank showed a sign of life for {s.quiet:.0f} s while starting")
+    if s.phase is Phase.STARTING:
+        faults += _stalled(s, t)
     if s.crash:
         faults.append(f"the supervisor's own work failed: {s.crash}")
     if s.api_problem and s.phase in (Phase.CHECKING, Phase.SERVING):
@@ -298,6 +317,22 @@ def _faults(s: Snapshot, t: Supervision) -> list[str]:
     if s.canary_problem:
         faults.append(f"canary: {s.canary_problem}")
     return faults
+
+
+def _stalled(s: Snapshot, t: Supervision) -> list[str]:
+    """Return why a start is given up.
+
+    A line, bytes or memory are life. CPU time alone is what a compiler shows, and a wait that spins for ever
+    as well, so it counts only for a longer while.
+    """
+    if min(s.quiet, s.idle) > t.start_stall_seconds:
+        return [f"no rank showed a sign of life for {min(s.quiet, s.idle):.0f} s while starting"]
+    if s.quiet > max(t.start_busy_seconds, t.start_stall_seconds):
+        return [
+            f"no rank said a line, read, wrote or took memory for {s.quiet:.0f} s while starting; CPU time"
+            f" was used, as by a wait that spins (supervision.start_busy_seconds: {t.start_busy_seconds:g})"
+        ]
+    return []
 
 
 def _advance(s: Snapshot, t: Supervision) -> Decision:

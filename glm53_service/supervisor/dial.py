@@ -20,6 +20,7 @@ from glm53_service.supervisor.members import ROUTE
 from glm53_service.supervisor.messages import Beat, Bye, Hello, Message, PathName, Report, Welcome
 from glm53_service.supervisor.service import Background
 from glm53_service.supervisor.world import World
+from glm53_service.system import read_memory
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,9 @@ class _Open:
 class Dialler:
     """Keeps a connection to the lead over the fabric and over the management network.
 
-    `hello` makes the first words of a path, `report` what every heartbeat carries, `on_message` gets
-    everything but heartbeats, `on_change` is called when a path opens or closes.
+    `beat` is the lead's last heartbeat. `hello` makes the first words of a path, `report` what every own
+    heartbeat carries, `on_message` gets everything but heartbeats, `on_change` is called when a path opens
+    or closes.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Dialler:
         self._background = Background()
         self._problems: dict[PathName, str] = {}
         self.times = BEFORE_WELCOME
+        self.beat = Beat()
         self.lead_instance = ""
 
     @property
@@ -79,7 +82,11 @@ class Dialler:
         return "; ".join(f"{path}: {text}" for path, text in sorted(self._problems.items())) or "dialling"
 
     def _own_beat(self) -> Beat:
-        return Beat(report=self._report(), fabric_silence=min(self.silence(PathName.FABRIC), LONG_AGO))
+        return Beat(
+            report=self._report(),
+            fabric_silence=min(self.silence(PathName.FABRIC), LONG_AGO),
+            memory=read_memory(self._world.root),
+        )
 
     def silence(self, path: PathName) -> float:
         """Return the seconds since the lead last spoke on `path`; infinite before it ever did."""
@@ -205,7 +212,9 @@ class Dialler:
                 return
             message = opened.sealer.open(frame.data)
             self._heard[path] = self._world.clock()
-            if not isinstance(message, Beat):
+            if isinstance(message, Beat):
+                self.beat = message
+            else:
                 self._on_message(message)
             if isinstance(message, Bye):
                 self._on_change()

@@ -157,7 +157,7 @@ class Epoch:
             self.launch = launch
             log.info(event(launch.choice.line()))
             await self._members.tell_all(Prepare(launch=launch), every_path=True)
-            await self._rank.prepare(launch, self._engine, fabric)
+            await self._rank.prepare(launch, self._engine, fabric, lambda: self._members.memories)
         except Glm53Error as error:
             self.prepare_problem = str(error)
             self._wake()

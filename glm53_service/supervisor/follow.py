@@ -10,18 +10,19 @@ import secrets
 from collections.abc import Coroutine
 from typing import Any
 
-from glm53_service.docker import DockerApi, remove_ours
+from glm53_service.docker import DockerApi
 from glm53_service.engines import engine_for
 from glm53_service.engines.base import Launch, Line, LineKind
 from glm53_service.errors import Glm53Error, UnavailableError
 from glm53_service.fabric.probe import survey
 from glm53_service.fabric.rails import Fabric, rail_lines
 from glm53_service.node import Node
-from glm53_service.settings import Gate
+from glm53_service.settings import Gate, Supervision
 from glm53_service.status import RankStatus, Status
 from glm53_service.story import ErrorLines, event
 from glm53_service.supervisor.decide import follower_verdict
 from glm53_service.supervisor.dial import Dialler
+from glm53_service.supervisor.leftovers import remove_leftovers
 from glm53_service.supervisor.messages import (
     Bye,
     Go,
@@ -38,8 +39,10 @@ from glm53_service.supervisor.messages import (
 from glm53_service.supervisor.ports import listening_sockets
 from glm53_service.supervisor.ranks import Rank
 from glm53_service.supervisor.service import Background, gate_addresses, keep_alive, on_signals, start_gate
+from glm53_service.supervisor.watch import Watch
 from glm53_service.supervisor.world import World
 from glm53_service.system import read_boot_id
+from glm53_service.vitals import Sign, Vitals
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +79,16 @@ class Follower:
             on_message=self._message,
             on_change=self._wake.set,
         )
+        self._watch = Watch(
+            world,
+            docker,
+            self._rank,
+            node=node.node,
+            times=lambda: self._launch.settings.supervision if self._launch else Supervision(),
+            loading=lambda: self._dialler.beat.loading,
+            busy=lambda: self._dialler.beat.busy,
+            on_look=self._tell_vitals,
+        )
         self._lead_instance = ""
         self._launch: Launch | None = None
         self._steps: set[asyncio.Task[None]] = set()
@@ -109,6 +122,7 @@ class Follower:
             )
         )
         self._background.spawn(keep_alive(self._world.notifier))
+        self._watch.start(self._background)
         self._world.notifier.ready()
         try:
             await self._begin_clean()
@@ -130,8 +144,7 @@ class Follower:
         """
         while not self._stop_requested:
             try:
-                for name in await remove_ours(self._docker, self._node.cluster):
-                    log.warning(event("removed a container of an earlier supervisor", container=name))
+                await remove_leftovers(self._docker, self._node.cluster, self._world)
             except UnavailableError as error:
                 self._docker_problem = error.message
                 self._show()
@@ -345,6 +358,11 @@ class Follower:
             progress = Progress(epoch=self._launch.epoch, text=text, fatal=line.fatal)
             self._background.spawn(self._dialler.say(progress))
 
+    def _tell_vitals(self, vitals: Vitals, sign: Sign) -> None:
+        if self._launch is not None:
+            look = Progress(epoch=self._launch.epoch, vitals=vitals, sign=sign)
+            self._background.spawn(self._dialler.say(look))
+
     def status(self) -> Status:
         """Return what the gate and `glm53 status` show."""
         report, launch, lead = self._rank.report, self._launch, self._node.lead
@@ -382,6 +400,7 @@ class Follower:
                     rails=tuple(rail.line() for rail in found.rails),
                     warnings=tuple(map(str, found.warnings)),
                     command=report.command,
+                    vitals=self._watch.vitals if running else None,
                 ),
             ),
         )

@@ -9,10 +9,11 @@ import asyncio
 import logging
 import secrets
 
+import msgspec
 from aiohttp import web
 
 from glm53_service.config import Value
-from glm53_service.docker import DockerApi, remove_ours
+from glm53_service.docker import DockerApi
 from glm53_service.engines import engine_for
 from glm53_service.engines.base import Line, LineKind
 from glm53_service.errors import GaveUpError, UnavailableError
@@ -37,8 +38,9 @@ from glm53_service.supervisor.decide import (
     exited_ranks,
 )
 from glm53_service.supervisor.epoch import FIRST, Epoch
+from glm53_service.supervisor.leftovers import remove_leftovers
 from glm53_service.supervisor.members import ROUTE, Members
-from glm53_service.supervisor.messages import Bye, Progress, Stop, Welcome
+from glm53_service.supervisor.messages import Beat, Bye, Progress, Stop, Welcome
 from glm53_service.supervisor.ports import listening_sockets
 from glm53_service.supervisor.ranks import Rank
 from glm53_service.supervisor.service import (
@@ -49,7 +51,9 @@ from glm53_service.supervisor.service import (
     serve,
     start_gate,
 )
+from glm53_service.supervisor.watch import Watch
 from glm53_service.supervisor.world import World
+from glm53_service.vitals import Sign, Vitals
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +107,19 @@ class Lead:
             on_change=self._wake.set,
             on_line=self._line,
         )
+        self._watch = Watch(
+            world,
+            docker,
+            self._rank,
+            node=node.lead.node,
+            times=lambda: settings.supervision,
+            loading=lambda: self._phase is Phase.STARTING,
+            busy=self._busy,
+            on_look=lambda vitals, sign: self._look(node.lead.node, vitals, sign),
+        )
+        self._vitals: dict[str, Vitals] = {}
         self._phase = Phase.IDLE
-        self._phase_since = self._progress_at = self._no_exit_at = world.clock()
+        self._phase_since = self._progress_at = self._life_at = self._no_exit_at = world.clock()
         self._epoch: Epoch | None = None
         self._background = Background()
         self._stop_requested = False
@@ -147,6 +162,7 @@ class Lead:
         )
         self._background.spawn(keep_alive(self._world.notifier))
         self._background.spawn(self._beat())
+        self._watch.start(self._background)
         try:
             await self._loop()
         finally:
@@ -203,6 +219,7 @@ class Lead:
             canary_problem=epoch.canary_problem if epoch else "",
             crash=epoch.crash if epoch else "",
             quiet=now - self._progress_at,
+            idle=now - self._life_at,
             phase_for=now - self._phase_since,
             ended=bool(epoch and epoch.ended),
             exit_known_for=now - self._no_exit_at,
@@ -227,8 +244,7 @@ class Lead:
         if self._world.clock() - self._looked_at < IDLE_LOOK_SECONDS:
             return
         try:
-            for name in await remove_ours(self._docker, self._node.cluster):
-                log.warning(event("removed a container of an earlier supervisor", container=name))
+            await remove_leftovers(self._docker, self._node.cluster, self._world)
             self._docker_problem = ""
         except UnavailableError as error:
             self._docker_problem = error.message
@@ -256,6 +272,9 @@ class Lead:
 
     def _follower_progress(self, node: str, progress: Progress) -> None:
         if self._epoch is not None and progress.epoch == self._epoch.number:
+            if progress.vitals is not None:
+                self._look(node, progress.vitals, progress.sign)
+                return
             self._moved(f"{node}: {progress.text}" if progress.text and not progress.fatal else "")
             if progress.fatal:
                 self._fatal(f"{node}: {progress.text}")
@@ -266,9 +285,20 @@ class Lead:
             self._epoch.api_problem = text
             self._wake.set()
 
+    def _look(self, node: str, vitals: Vitals, sign: Sign) -> None:
+        """Take a look at a running rank for what it shows."""
+        self._vitals[node] = vitals
+        if sign is Sign.MOVED:
+            self._moved("")
+        elif sign is Sign.BUSY:
+            self._life_at = self._world.clock()
+
+    def _busy(self) -> bool:
+        return bool(self._epoch and self._phase is Phase.SERVING and self._epoch.running_requests)
+
     def _moved(self, text: str) -> None:
         """Note a sign of life of a rank; a milestone is told once."""
-        self._progress_at = self._world.clock()
+        self._progress_at = self._life_at = self._world.clock()
         if text and text != self._progress and self._phase is Phase.STARTING:
             log.info(event(text))
             self._progress = text
@@ -303,6 +333,10 @@ class Lead:
                 return
 
     def _begin(self) -> None:
+        if self._epoch is not None:
+            self._last_end = "; ".join(
+                filter(None, (self._last_end, *self._members.rebooted(self._epoch.instances)))
+            )
         self._epoch = Epoch(
             self._ledger.next_epoch(),
             self._members.instances,
@@ -317,7 +351,7 @@ class Lead:
             drafter=self._next.drafter if self._next else None,
             attempt=self._next.attempt if self._next else FIRST,
         )
-        self._progress, self._errors = "", ErrorLines(0)
+        self._progress, self._errors, self._vitals = "", ErrorLines(0), {}
         self._enter(Phase.PREPARING)
         log.log(
             logging.DEBUG if self._refused else logging.INFO,
@@ -377,12 +411,12 @@ class Lead:
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
-        self._phase_since = self._progress_at = self._world.clock()
+        self._phase_since = self._progress_at = self._life_at = self._world.clock()
         self._wake.set()
 
     async def _beat(self) -> None:
         while True:
-            await self._members.beat()
+            await self._members.beat(Beat(loading=self._phase is Phase.STARTING, busy=self._busy()))
             epoch = self._epoch
             current = None if epoch is None or epoch.stopped or self._phase is Phase.IDLE else epoch.number
             for node, stray in self._members.strays(current):
@@ -405,7 +439,10 @@ class Lead:
             warnings=tuple(map(str, fabric.warnings)),
             command=report.command,
         )
-        return (first, *self._members.statuses())
+        return tuple(
+            msgspec.structs.replace(r, vitals=self._vitals.get(r.node) if r.state == "running" else None)
+            for r in (first, *self._members.statuses())
+        )
 
     def _chosen(self) -> tuple[Value, ...]:
         launch = self._epoch.launch if self._epoch else None

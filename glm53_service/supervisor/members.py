@@ -16,7 +16,7 @@ from glm53_service.node import Node, Peer
 from glm53_service.status import RankStatus
 from glm53_service.story import event
 from glm53_service.supervisor import wire
-from glm53_service.supervisor.decide import Member
+from glm53_service.supervisor.decide import HOST_WENT_DOWN, Member
 from glm53_service.supervisor.messages import (
     PROTOCOL,
     Beat,
@@ -30,6 +30,7 @@ from glm53_service.supervisor.messages import (
     State,
     Welcome,
 )
+from glm53_service.system import Memory
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ STRANGERS = 64
 """How many addresses that were turned away are remembered: a scan of the network must not grow the
 supervisor.
 """
+INSTANCES = 16
+"""Of how many supervisors of a node the boot id is remembered: an epoch's is seldom more than one back."""
+
 NEVER = float("inf")
 HAS_CONTAINER = (RankState.CREATED, RankState.RUNNING, RankState.EXITED)
 CLOCK_SKEW_SECONDS = 5.0
@@ -68,6 +72,8 @@ class _Link:
     deaf: float = 0.0
     bye: str = ""
     rejected: str = ""
+    memory: Memory | None = None
+    boots: dict[str, str] = field(default_factory=dict)
 
 
 class Members:
@@ -104,9 +110,18 @@ class Members:
         """The supervisor instance of each follower; an epoch belongs to exactly these."""
         return {name: link.instance for name, link in self._links.items()}
 
+    @property
+    def memories(self) -> dict[str, Memory]:
+        """The memory of each connected follower's node, as of its last heartbeat."""
+        return {name: link.memory for name, link in self._links.items() if link.paths and link.memory}
+
     def members(self, epoch: int, epoch_instances: dict[str, str] | None) -> tuple[Member, ...]:
         """Return every follower in rank order, as the decision sees it."""
         return tuple(self._member(link, epoch, epoch_instances) for link in self._links.values())
+
+    def rebooted(self, epoch_instances: dict[str, str]) -> list[str]:
+        """Return in words whose host went down and came back since an epoch of these instances."""
+        return [f"{m}: {HOST_WENT_DOWN}" for m in self.members(0, epoch_instances) if m.rebooted]
 
     def statuses(self) -> tuple[RankStatus, ...]:
         """Return every follower in rank order, as `glm53 status` shows it."""
@@ -146,15 +161,15 @@ class Members:
         )
         await asyncio.gather(*sends)
 
-    async def beat(self) -> None:
-        """Send a heartbeat over every path and close those that are silent for long: their TCP may live
-        for ever.
+    async def beat(self, beat: Beat) -> None:
+        """Send `beat` over every path and close those that are silent for long: their TCP may live for
+        ever.
         """
         for link in self._links.values():
             for name, path in list(link.paths.items()):
                 if self._clock() - path.heard > 2 * self._welcome.peer_lost_seconds:
                     self._drop(link, name, path)
-        await self.tell_all(Beat(), every_path=True)
+        await self.tell_all(beat, every_path=True)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Serve one dialled connection until it ends."""
@@ -231,6 +246,11 @@ class Members:
             log.warning(event("the clocks differ; the logs will too", node=hello.node, seconds=skew))
         if link.instance != hello.instance:
             link.report, link.deaf = Report(), 0.0
+            if link.hello is not None and link.hello.boot_id != hello.boot_id:
+                log.warning(event(f"{hello.node}: {HOST_WENT_DOWN}"))
+            link.boots[hello.instance] = hello.boot_id
+            if len(link.boots) > INSTANCES:
+                del link.boots[next(iter(link.boots))]
         link.instance, link.hello = hello.instance, hello
         self._learn(link, hello.report)
         link.rejected = link.bye = ""
@@ -248,7 +268,7 @@ class Members:
         match message:
             case State() | Beat(report=Report()):
                 if isinstance(message, Beat):
-                    link.deaf = message.fabric_silence
+                    link.deaf, link.memory = message.fabric_silence, message.memory
                 if message.report is None or not self._learn(link, message.report):
                     return
             case Bye():
@@ -281,6 +301,8 @@ class Members:
         mismatch = link.rejected
         if not mismatch and link.hello and link.hello.release != self._release:
             mismatch = f"it runs release {link.hello.release}, this head {self._release}: run site.yml"
+        boot_id = link.hello.boot_id if link.hello else ""
+        epoch_boot = link.boots.get((epoch_instances or {}).get(name, ""), boot_id)
         return Member(
             node=name,
             rank=link.rank,
@@ -294,6 +316,7 @@ class Members:
             refused=link.report.refused if link.report.epoch == epoch else "",
             bye=link.bye,
             mismatch=mismatch,
+            rebooted=epoch_boot != boot_id,
         )
 
 

@@ -14,6 +14,8 @@ import msgspec
 
 from glm53_service.engines.base import Launch
 from glm53_service.fabric.rails import Fabric
+from glm53_service.system import Memory
+from glm53_service.vitals import Sign, Vitals
 
 PROTOCOL = 2
 """Raised with every incompatible change; supervisors of different protocols do not form a pair."""
@@ -40,8 +42,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """How a node's rank stands.
 
     `serial` counts the changes on that node: words travel over two networks and may arrive out of order, the
-    highest serial of an instance is the truth. `exit_code` and `reason` belong to an exit, `command` to a
-    created container, `refused` says why this node cannot make its rank of `epoch`. `fabric` is what the node
+    highest serial of an instance is the truth. `exit_code`, `how` (the same in words) and `reason` belong to
+    an exit, `command` to a created container, `refused` says why this node cannot make its rank of `epoch`.
+    `guard` says why its own supervisor has killed the rank to save the machine. `fabric` is what the node
     found for that epoch, and once the container is made, what its rank was told.
     """
 
@@ -51,6 +54,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     state: RankState = RankState.ABSENT
     exit_code: int | None = None
     reason: str = ""
+    how: str = ""
+    guard: str = ""
     command: str = ""
     fabric: Fabric | None = None
 
@@ -82,12 +87,16 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     """A heartbeat, both ways, on each path.
 
-    A follower's carries its report, so that a word lost with a dying connection is said again, and for how
-    long it has not heard the lead over the fabric, in seconds.
+    A follower's carries its report, so that a word lost with a dying connection is said again, its memory,
+    and for how long it has not heard the lead over the fabric, in seconds. The lead's says whether the ranks
+    load, and whether requests run.
     """
 
     report: Report | None = None
     fabric_silence: float = 0.0
+    memory: Memory | None = None
+    loading: bool = False
+    busy: bool = False
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
@@ -119,11 +128,16 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """A rank moved: its latest milestone, else only a sign of life. `fatal`: it can serve no more."""
+    """A rank moved: its latest milestone, else only a sign of life. `fatal`: it can serve no more.
+
+    `vitals` are the latest look at it, and `sign` what that look showed; a line of its log is MOVED.
+    """
 
     epoch: int
     text: str = ""
     fatal: bool = False
+    sign: Sign = Sign.MOVED
+    vitals: Vitals | None = None
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):

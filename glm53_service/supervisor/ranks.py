@@ -8,12 +8,11 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from glm53_service.artifacts.cache import give_back
 from glm53_service.artifacts.content import image_content, local_tag
 from glm53_service.artifacts.draft import read_draft_files
 from glm53_service.docker import DockerApi, remove_ours
@@ -21,20 +20,22 @@ from glm53_service.drafter import DrafterKind, check_files
 from glm53_service.engines.base import ContainerSpec, Engine, Launch, Line, LineKind, Place
 from glm53_service.errors import Glm53Error, UnavailableError
 from glm53_service.evidence import save_evidence
+from glm53_service.exits import exit_text
 from glm53_service.fabric.nccl import Network
 from glm53_service.fabric.rails import Fabric
 from glm53_service.files import read_json, write_durably
 from glm53_service.story import event
+from glm53_service.supervisor.leftovers import BOOT_LABEL
+from glm53_service.supervisor.memory import wait_for_memory
 from glm53_service.supervisor.messages import RankState, Report
 from glm53_service.supervisor.ports import listening_sockets
 from glm53_service.supervisor.world import World
-from glm53_service.system import GIB, largest_processes, read_memory
+from glm53_service.system import Memory, largest_processes, read_boot_id
 
 log = logging.getLogger(__name__)
 
 TAIL_LINES = 400
 CONTENT_DIGITS = 12
-MEMORY_POLL_SECONDS = 2.0
 ARGUMENT_CHECK_SECONDS = 300.0
 KNOWN_ARGUMENTS = 16
 DOCKER_STATE = ("systemctl", "show", "--value", "-p", "ActiveState", "docker.service")
@@ -74,6 +75,7 @@ class Rank:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._last_error = ""
         self._network: Network | None = None
+        self._guard_files: dict[str, str] = {}
         self._epoch = 0
         self.report = Report()
 
@@ -91,9 +93,15 @@ class Rank:
             cache=str(self._world.state / "cache" / digits),
         )
 
-    async def prepare(self, launch: Launch, engine: Engine, fabric: Fabric) -> None:
+    async def prepare(
+        self,
+        launch: Launch,
+        engine: Engine,
+        fabric: Fabric,
+        others: Callable[[], Mapping[str, Memory]] = dict,
+    ) -> None:
         """Create (not start) this rank's container for `launch`; Glm53Error says why it cannot be made
-        here.
+        here, or that one of the `others`, by name, lacks the memory for its own.
         """
         self._engine = engine
         self._epoch = launch.epoch
@@ -103,7 +111,7 @@ class Rank:
         place = self.place(fabric, launch.image_content)
         self._check_drafter(launch)
         self._check_ports(engine.listens(launch, place))
-        await self._wait_for_memory(launch, engine)
+        await wait_for_memory(self._world, launch.settings, engine, others)
         try:
             Path(place.cache).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -117,11 +125,39 @@ class Rank:
         if self._rank == 0:
             await self._check_arguments(engine, engine.argument_check(launch, place, image))
         spec = engine.container(launch, place, image)
+        boot = {BOOT_LABEL: read_boot_id(self._world.root)}
+        spec = msgspec.structs.replace(spec, labels={**spec.labels, **boot})
         self._container = await self._docker.create(spec)
         self._tail.clear()
-        self._last_error = ""
+        self._last_error, self._guard_files = "", {}
         self._network = Network() if launch.settings.device == "cuda" else None
         self._set(RankState.CREATED, command=spec.shell(), fabric=fabric)
+
+    @property
+    def running(self) -> str | None:
+        """The container while it runs and nobody has begun to end it."""
+        return self._container if self.report.state is RankState.RUNNING and not self.report.guard else None
+
+    async def stop_at_once(self, reason: str) -> None:
+        """Kill the running rank to save the machine, then tell why; its container stays, with the evidence.
+
+        The machine may freeze at any moment, so nothing is waited for before the kill.
+        """
+        container = self.running
+        if container is None:
+            return
+        kill = asyncio.create_task(self._docker.kill(container))
+        self._tasks.append(kill)
+        await asyncio.sleep(0)
+        holders = largest_processes(self._world.root)
+        self._guard_files = {"guard.txt": "\n".join((reason, *holders)) + "\n", **self._meminfo("guard-")}
+        self.report = msgspec.structs.replace(
+            self.report,
+            serial=self.report.serial + 1,
+            guard=f"{reason}; the largest processes: {', '.join(holders)}",
+        )
+        log.error(event(f"the rank was killed: {self.report.guard}"))
+        self._on_change()
 
     @property
     def tail(self) -> str:
@@ -163,7 +199,10 @@ class Rank:
             try:
                 if container is not None:
                     await self._end_container(
-                        container, reason, fault=fault, grace_seconds=grace_seconds if running else 0
+                        container,
+                        self.report.guard or reason,
+                        fault=fault or bool(self.report.guard),
+                        grace_seconds=grace_seconds if running and not self.report.guard else 0,
                     )
                 await remove_ours(self._docker, self._cluster)
                 break
@@ -195,15 +234,17 @@ class Rank:
                     "rank": self._rank,
                     "epoch": self.report.epoch,
                     "exit_code": self.report.exit_code,
+                    "exit": self.report.how,
                     "reason": self.report.reason,
                 },
                 indent=1,
             ),
+            **self._guard_files,
+            **self._meminfo(),
         }
         try:
             files["inspect.json"] = json.dumps(await self._docker.inspect(container), indent=1)
-            files["meminfo.txt"] = (self._world.root / "proc/meminfo").read_text(encoding="ascii")
-        except (Glm53Error, OSError) as error:
+        except Glm53Error as error:
             files["incomplete.txt"] = f"{error}\n"
         try:
             folder = save_evidence(
@@ -216,6 +257,13 @@ class Rank:
             log.error(event("evidence could not be kept", error=error.strerror))
         else:
             log.info(event("evidence kept", folder=folder))
+
+    def _meminfo(self, prefix: str = "") -> dict[str, str]:
+        try:
+            text = (self._world.root / "proc/meminfo").read_text(encoding="ascii")
+        except OSError as error:
+            text = f"cannot be read: {error}\n"
+        return {f"{prefix}meminfo.txt": text}
 
     async def _image(self, launch: Launch) -> str:
         """Return the local id of the launch's image: by its reference, or as it was shipped from the head."""
@@ -287,24 +335,6 @@ class Rank:
             raise UnavailableError(problem, hint="mend the engine settings in the inventory and run site.yml")
         write_durably(path, json.dumps({"accepted": [*known, key][-KNOWN_ARGUMENTS:]}))
 
-    async def _wait_for_memory(self, launch: Launch, engine: Engine) -> None:
-        need = launch.settings.supervision.min_free_gib
-        deadline = self._world.clock() + launch.settings.supervision.min_free_wait_seconds
-        while (free := read_memory(self._world.root).free / GIB) < need:
-            # Page cache of the weights counts against CUDA, and nothing else would ever give it back.
-            await asyncio.to_thread(give_back, Path(launch.settings.model.path))
-            if self._world.clock() >= deadline:
-                holders = ", ".join(largest_processes(self._world.root))
-                raise UnavailableError(
-                    f"MemFree is {free:.1f} GiB, {need:g} needed; the largest processes: {holders}",
-                    hint="stop them, or drop the page cache, or lower supervision.min_free_gib",
-                )
-            await self._world.sleep(MEMORY_POLL_SECONDS)
-        problem = engine.memory_problem(launch.settings, read_memory(self._world.root))
-        if problem:
-            holders = ", ".join(largest_processes(self._world.root))
-            raise UnavailableError(f"{problem}; the largest processes: {holders}")
-
     async def _follow(self, container: str) -> None:
         try:
             async for text in self._docker.lines(container):
@@ -336,8 +366,18 @@ class Rank:
                 code, reason = None, "docker is being stopped here, and its containers with it"
         except UnavailableError as error:
             code, reason = None, error.message
+        how = "" if code is None else await self._exit_text(container, code)
         if self.report.state is not RankState.ENDING:
-            self._change(RankState.EXITED, code, reason)
+            self._change(RankState.EXITED, code, reason, how=how)
+
+    async def _exit_text(self, container: str, code: int) -> str:
+        """Return how it ended, in words; docker's State says more than the code (OOMKilled, Error)."""
+        try:
+            async with asyncio.timeout(LAST_LINES_SECONDS):
+                state = (await self._docker.inspect(container)).get("State", {})
+        except (UnavailableError, TimeoutError):
+            state = {}
+        return exit_text({**state, "ExitCode": code})
 
     async def _docker_is_stopping(self) -> bool:
         """Return whether systemd is stopping docker: the containers end first, and that is no fault of the
@@ -349,12 +389,16 @@ class Rank:
             return False
         return state.strip() in ("deactivating", "inactive", "failed")
 
-    def _change(self, state: RankState, exit_code: int | None = None, reason: str = "") -> None:
+    def _change(
+        self, state: RankState, exit_code: int | None = None, reason: str = "", *, how: str = ""
+    ) -> None:
         """Report another state of the same container."""
         self._set(
             state,
             exit_code=exit_code,
             reason=reason,
+            how=how or self.report.how,
+            guard=self.report.guard,
             command=self.report.command,
             fabric=self.report.fabric,
         )
@@ -369,6 +413,8 @@ class Rank:
         *,
         exit_code: int | None = None,
         reason: str = "",
+        how: str = "",
+        guard: str = "",
         command: str = "",
         fabric: Fabric | None = None,
         refused: str = "",
@@ -379,6 +425,8 @@ class Rank:
             state=state,
             exit_code=exit_code,
             reason=reason,
+            how=how,
+            guard=guard,
             command=command,
             fabric=fabric,
             refused=refused,

@@ -25,6 +25,8 @@ class FakeContainer:
     spec: ContainerSpec
     state: str = "created"
     code: int = 0
+    pid: int = 0
+    more: dict[str, Any] = field(default_factory=dict)
     exited: asyncio.Event = field(default_factory=asyncio.Event)
     stopped_with: list[str] = field(default_factory=list)
 
@@ -118,8 +120,13 @@ class FakeDocker:
 
     async def inspect(self, container: str) -> dict[str, Any]:
         self._check()
+        if container not in self.containers:
+            raise UnavailableError(f"no such container: {container}")
         found = self.containers[container]
-        return {"State": {"Status": found.state, "ExitCode": found.code}}
+        return {
+            "State": {"Status": found.state, "ExitCode": found.code, "Pid": found.pid, **found.more},
+            "Config": {"Labels": found.spec.labels},
+        }
 
     async def lines(self, container: str) -> AsyncIterator[str]:
         for line in self.said:
@@ -217,6 +224,8 @@ def settings_text(model_path: Path, **changes: Any) -> str:
             "peer_lost_seconds": 0.8,
             "stop_grace_seconds": 7,
             "faults_allowed": 3,
+            "load_guard_gib": 0.25,
+            "steady_guard_gib": 0.125,
         },
     }
     for key, value in changes.items():

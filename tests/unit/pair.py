@@ -59,6 +59,8 @@ class Pair:
     token: dict[str, str] = field(default_factory=lambda: {"a": TOKEN, "b": TOKEN})
     release: dict[str, str] = field(default_factory=lambda: {"a": "r1", "b": "r1"})
     changes: dict[str, Any] = field(default_factory=dict)
+    roots: dict[str, Path] = field(default_factory=dict)
+    smi: dict[str, str] = field(default_factory=dict)
     docker_state: dict[str, str] = field(default_factory=lambda: {"a": "active\n", "b": "active\n"})
     links: dict[str, str] = field(default_factory=lambda: {"a": LINKS, "b": LINKS})
     fabric: dict[str, str] = field(default_factory=lambda: {"a": "127.0.1.1", "b": "127.0.1.2"})
@@ -78,13 +80,16 @@ class Pair:
         """Return the world of `name`: real clocks, its own state folder."""
 
         async def runner(argv: Any) -> str:
+            if argv[0] == "nvidia-smi":
+                return self.smi.get(name, "")
             if argv[0] == "ping":
                 self.pings.append((name, *argv))
                 if (name, argv[-1]) in self.dead:
                     raise CommandError("no answer", code=1)
             return self.docker_state[name] if argv[0] == "systemctl" else self.links[name]
 
-        return World(runner=runner, notifier=Notifier({}), state=self.folder / name)
+        root = self.roots.get(name, Path("/"))
+        return World(runner=runner, notifier=Notifier({}), state=self.folder / name, root=root)
 
     def start(self, name: str) -> None:
         """Start the supervisor of `name`."""

@@ -99,6 +99,7 @@ GATE = {
             "connected": True,
             "rails": ["netdev=f0"],
             "warnings": ["w"],
+            "vitals": {"available_gib": 5.5, "read_gib": 43.2, "warnings": ["little memory"]},
             "command": "docker run zero",
         },
         {
@@ -145,6 +146,8 @@ def test_status_shows_what_the_gate_says(
         "canary    right at 2026-11-29 19:20:00 UTC",
         "netdev=f0",
         "warning: w",
+        "          43.2 GiB read, 5.5 GiB available",
+        "warning: little memory",
         "rank 1    b: created, not connected",
         "faults    1",
     ):

@@ -21,7 +21,13 @@ from glm53_service.supervisor.decide import (
 )
 from glm53_service.supervisor.messages import RankState, Report
 
-TIMES = Supervision(lease_seconds=3.0, peer_lost_seconds=7.0, start_stall_seconds=100.0, faults_allowed=4)
+TIMES = Supervision(
+    lease_seconds=3.0,
+    peer_lost_seconds=7.0,
+    start_stall_seconds=100.0,
+    start_busy_seconds=500.0,
+    faults_allowed=4,
+)
 
 
 def report(state: RankState, **more: Any) -> Report:
@@ -91,13 +97,14 @@ def test_a_healthy_pair_serves_on() -> None:
         (
             {"members": (member(report=report(RankState.EXITED, exit_code=0)),)},
             Cause.FAULT,
-            "b (rank 1) exited with code 0",
+            "b (rank 1) exited with code 0: it ended with 0, which is no success",
         ),
         ({"members": (member(report=report(RankState.ABSENT)),)}, Cause.FAULT, "b (rank 1) is absent"),
         (
             {"local": report(RankState.EXITED, exit_code=137, reason="ERROR oom")},
             Cause.FAULT,
-            "rank 0 exited with code 137: ERROR oom",
+            "rank 0 exited with code 137: it was killed (SIGKILL): by the kernel for want of memory, or by"
+            " hand; its last error: ERROR oom",
         ),
         (
             {"local": report(RankState.EXITED, reason="docker does not answer")},
@@ -191,9 +198,57 @@ def test_no_epoch_begins_without_everybody(change: dict[str, Any], said: str) ->
 
 def test_a_silent_start_is_a_fault_only_after_its_limit() -> None:
     """Prevents both an endless start and a kill of an engine that loads without a word for a minute."""
-    assert judged(snapshot(Phase.STARTING, quiet=99.0)).action is Action.NONE
-    decision = judged(snapshot(Phase.STARTING, quiet=101.0))
+    assert judged(snapshot(Phase.STARTING, quiet=99.0, idle=99.0)).action is Action.NONE
+    decision = judged(snapshot(Phase.STARTING, quiet=101.0, idle=101.0))
     assert (decision.action, decision.cause) == (Action.END, Cause.FAULT)
+    assert decision.reasons == ("no rank showed a sign of life for 101 s while starting",)
+
+
+def test_a_start_that_only_burns_cpu_time_has_longer_but_not_for_ever() -> None:
+    """Prevents the end of a search for kernels without a word, and a wait that spins in NCCL till morning."""
+    assert judged(snapshot(Phase.STARTING, quiet=499.0, idle=4.0)).action is Action.NONE
+    decision = judged(snapshot(Phase.STARTING, quiet=501.0, idle=4.0))
+    assert (decision.action, decision.cause) == (Action.END, Cause.FAULT)
+    assert "CPU time was used, as by a wait that spins" in decision.reasons[0]
+    assert judged(serving(quiet=9e9, idle=9e9)).ready
+
+
+GUARD = "memory guard: MemAvailable is 3.2 GiB on b while loading, limit 4"
+
+
+@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.CHECKING, Phase.SERVING])
+@pytest.mark.parametrize("where", ["a", "b"])
+def test_the_memory_guard_is_a_fault_of_its_own(phase: Phase, where: str) -> None:
+    """Prevents a machine saved from freezing from being told as a lost link, or as a crash with code 137 of
+    whichever rank was heard of first; and a wait for the other rank's word before that one is ended too.
+    """
+    guarded = report(RankState.RUNNING, guard=GUARD)
+    killed = report(RankState.EXITED, exit_code=1)
+    own, other = (guarded, killed) if where == "a" else (killed, guarded)
+    decision = judged(snapshot(phase, local=own, members=(member(report=other, fabric_silence=2.9),)))
+    assert (decision.action, decision.cause) == (Action.END, Cause.FAULT)
+    assert decision.reasons == (f"{'rank 0' if where == 'a' else 'b (rank 1)'}: {GUARD}",)
+
+
+def test_a_guard_of_another_epoch_ends_nothing() -> None:
+    """Prevents the last word of the epoch before from ending this one."""
+    old = Report(epoch=8, state=RankState.ENDING, guard=GUARD)
+    s = snapshot(Phase.PREPARING, RankState.CREATED, members=(member(report=old),))
+    assert judged(s).action is Action.NONE
+
+
+def test_dockers_own_words_about_an_exit_are_told() -> None:
+    """Prevents `code 137` where docker knows that the kernel killed it for memory."""
+    dead = report(RankState.EXITED, exit_code=137, how="was killed by the kernel for want of memory (OOM)")
+    (reason,) = judged(serving(local=dead)).reasons
+    assert reason == "rank 0 exited with code 137: it was killed by the kernel for want of memory (OOM)"
+
+
+def test_a_host_that_went_down_is_told_as_that() -> None:
+    """Prevents a power cut that reads like a restart of the supervisor by hand."""
+    decision = judged(serving(members=(member(same_instance=False, rebooted=True),)))
+    assert (decision.action, decision.cause) == (Action.END, Cause.LOSS)
+    assert decision.reasons == ("b (rank 1): its host went down and came back (boot id changed)",)
 
 
 def test_a_follower_that_never_reports_the_end_does_not_hold_the_lead_for_ever() -> None:
@@ -208,7 +263,7 @@ def test_an_exit_while_the_fabric_is_dark_is_the_fabrics() -> None:
     dead = report(RankState.EXITED, exit_code=1)
     decision = judged(serving(members=(member(report=dead, fabric_silence=2.6),)))
     assert (decision.action, decision.cause) == (Action.END, Cause.LOSS)
-    assert decision.reasons == ("b (rank 1) exited with code 1 (the fabric was silent)",)
+    assert decision.reasons == ("b (rank 1) exited with code 1: it failed (exit 1) (the fabric was silent)",)
     assert judged(serving(members=(member(report=dead, fabric_silence=2.4),))).cause is Cause.FAULT
 
 
@@ -217,7 +272,10 @@ def test_an_exit_waits_for_the_other_ranks_word() -> None:
     dead = (member(report=report(RankState.EXITED, exit_code=1)),)
     held = judged(serving(members=dead, exit_known_for=0.2))
     assert held == Decision(
-        action=Action.NONE, state="serving", reasons=("b (rank 1) exited with code 1",), ready=False
+        action=Action.NONE,
+        state="serving",
+        reasons=("b (rank 1) exited with code 1: it failed (exit 1)",),
+        ready=False,
     )
     gone = report(RankState.EXITED, reason="docker is being stopped here")
     assert judged(serving(members=dead, exit_known_for=0.2, local=gone)).cause is Cause.LOSS

@@ -12,6 +12,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from glm53_service import evidence
@@ -28,6 +29,7 @@ from glm53_service.release import release_id, running_release
 from glm53_service.status import RankStatus, Status
 from glm53_service.story import ErrorLines, event, set_up_logging
 from glm53_service.system import largest_processes, read_boot_id, read_memory
+from glm53_service.vitals import Vitals
 
 INSPECT: dict[str, Any] = {
     "Id": "sha256:aaa",
@@ -212,7 +214,13 @@ STATUS = Status(
     faults=2,
     epochs_ended=4,
     ranks=(
-        RankStatus(rank=0, node="a", state="running", connected=True),
+        RankStatus(
+            rank=0,
+            node="a",
+            state="running",
+            connected=True,
+            vitals=Vitals(available_gib=5.5, read_gib=80.1, cpu_cores=1.2, warnings=("little memory",)),
+        ),
         RankStatus(rank=1, node="b", state="exited", connected=True),
     ),
 )
@@ -230,13 +238,25 @@ def test_metrics_say_what_status_says() -> None:
         'glm53_state{state="waiting"} 0',
         'glm53_rank_up{rank="0",node="a"} 1',
         'glm53_rank_up{rank="1",node="b"} 0',
+        'glm53_memory_available_bytes{rank="0",node="a"} 5905580032',
+        'glm53_warnings{rank="0",node="a"} 1',
     ):
         assert line in lines
 
 
 def test_the_status_line_names_endpoint_or_reason() -> None:
     """Prevents a `systemctl status` that says 'running' and nothing else."""
-    assert STATUS.line() == "serving, epoch 5: m at http://127.0.0.1:18888/v1"
+    assert STATUS.line() == (
+        "serving, epoch 5: m at http://127.0.0.1:18888/v1 (warning: rank 0: little memory)"
+    )
+    starting = msgspec.structs.replace(STATUS, state="starting", progress="rank 0: startup estimate 88 GiB")
+    assert starting.line() == (
+        "starting, epoch 5: rank 0: startup estimate 88 GiB; rank 0: 80.1 GiB read, CPU busy (1.2 cores),"
+        " 5.5 GiB available (warning: rank 0: little memory)"
+    )
+    assert (
+        msgspec.structs.replace(STATUS, state="running", ranks=STATUS.ranks[1:]).line() == "running, epoch 5"
+    )
 
 
 @pytest.mark.parametrize(
