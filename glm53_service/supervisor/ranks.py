@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import os
@@ -17,14 +16,14 @@ from glm53_service.artifacts.content import image_content, local_tag
 from glm53_service.artifacts.draft import read_draft_files
 from glm53_service.docker import DockerApi, remove_ours
 from glm53_service.drafter import DrafterKind, check_files
-from glm53_service.engines.base import ContainerSpec, Engine, Launch, Line, LineKind, Place
+from glm53_service.engines.base import Engine, Launch, Line, LineKind, Place
 from glm53_service.errors import Glm53Error, UnavailableError
 from glm53_service.evidence import save_evidence
 from glm53_service.exits import exit_text
 from glm53_service.fabric.nccl import Network
 from glm53_service.fabric.rails import Fabric
-from glm53_service.files import read_json, write_durably
 from glm53_service.story import event
+from glm53_service.supervisor.argument_check import check_arguments
 from glm53_service.supervisor.leftovers import BOOT_LABEL
 from glm53_service.supervisor.memory import wait_for_memory
 from glm53_service.supervisor.messages import RankState, Report
@@ -36,8 +35,6 @@ log = logging.getLogger(__name__)
 
 TAIL_LINES = 400
 CONTENT_DIGITS = 12
-ARGUMENT_CHECK_SECONDS = 300.0
-KNOWN_ARGUMENTS = 16
 DOCKER_STATE = ("systemctl", "show", "--value", "-p", "ActiveState", "docker.service")
 LAST_LINES_SECONDS = 0.3
 """A rank's exit is known before its last lines are read; they say why, and what to try next."""
@@ -123,7 +120,8 @@ class Rank:
             log.warning(event("removed a build lock that a killed build left", lock=lock))
             lock.unlink(missing_ok=True)
         if self._rank == 0:
-            await self._check_arguments(engine, engine.argument_check(launch, place, image))
+            check = engine.argument_check(launch, place, image)
+            await check_arguments(self._docker, engine, check, self._world.state)
         spec = engine.container(launch, place, image)
         boot = {BOOT_LABEL: read_boot_id(self._world.root)}
         spec = msgspec.structs.replace(spec, labels={**spec.labels, **boot})
@@ -308,32 +306,6 @@ class Rank:
             host, _, port = address.rpartition(":")
             for bound in listening_sockets([host], int(port)):
                 bound.close()
-
-    async def _check_arguments(self, engine: Engine, spec: ContainerSpec) -> None:
-        """Let the image's own parser read the arguments, once for each image and command line."""
-        said = "\0".join((spec.image, *(spec.entrypoint or ()), *spec.command)).encode()
-        key = hashlib.sha256(said).hexdigest()
-        path = self._world.state / "arguments.json"
-        known = list(read_json(path).get("accepted", []))
-        if key in known:
-            return
-        container = await self._docker.create(spec)
-        try:
-            await self._docker.start(container)
-            async with asyncio.timeout(ARGUMENT_CHECK_SECONDS):
-                lines = [line async for line in self._docker.lines(container)]
-                code = await self._docker.wait(container)
-        except TimeoutError:
-            raise UnavailableError(
-                f"the image's parser gave no answer within {ARGUMENT_CHECK_SECONDS:g} s",
-                hint="is it the engine's image? docker logs and the journal have what it said",
-            ) from None
-        finally:
-            await self._docker.remove(container)
-        problem = engine.read_argument_check(code, "\n".join(lines))
-        if problem:
-            raise UnavailableError(problem, hint="mend the engine settings in the inventory and run site.yml")
-        write_durably(path, json.dumps({"accepted": [*known, key][-KNOWN_ARGUMENTS:]}))
 
     async def _follow(self, container: str) -> None:
         try:
