@@ -286,9 +286,11 @@ def _unprepared(s: Snapshot) -> list[str]:
 def _faults(s: Snapshot, t: Supervision) -> list[str]:
     faults = []
     for who, report in _reports(s):
-        wrong = report.state in (RankState.ABSENT, RankState.CREATED)
+        other = report.epoch != s.epoch
+        wrong = other or report.state in (RankState.ABSENT, RankState.CREATED)
         if wrong and s.phase in (Phase.CHECKING, Phase.SERVING):
-            faults.append(f"{who} is {report.state}, expected running")
+            found, wanted = (f" in epoch {n}" if other else "" for n in (report.epoch, s.epoch))
+            faults.append(f"{who} is {report.state}{found}, expected running{wanted}")
     if s.phase is Phase.STARTING and s.quiet > t.start_stall_seconds:
         faults.append(f"no rank showed a sign of life for {s.quiet:.0f} s while starting")
     if s.crash:
