@@ -12,6 +12,9 @@ from glm53_service.settings import Settings
 
 PROBE_SECONDS = 3.0
 
+STRANGE_ANSWERS = (ValueError, KeyError, IndexError, TypeError, AttributeError)
+"""What reading an answer of another shape than the engine's raises: the API's fault, not the supervisor's."""
+
 
 class Api:
     """Rank 0's HTTP API, as a client that owns one session.
@@ -39,7 +42,7 @@ class Api:
         """Return status and body of /health; status 0 when there is no answer."""
         try:
             async with self._session.get(f"{self._base}/health") as response:
-                return response.status, await response.text()
+                return response.status, await response.text(errors="replace")
         except (aiohttp.ClientError, OSError, TimeoutError):
             return 0, ""
 
@@ -47,25 +50,28 @@ class Api:
         """Return the engine's Prometheus text; empty when it does not give any."""
         try:
             async with self._session.get(f"{self._base}/metrics") as response:
-                return await response.text() if response.status == 200 else ""
+                return await response.text(errors="replace") if response.status == 200 else ""
         except (aiohttp.ClientError, OSError, TimeoutError):
             return ""
 
-    async def canary(self, settings: Settings, options: dict[str, Any], *, lines: int = 0) -> tuple[str, str]:
-        """Return (answer, problem) of the question after `lines` lines of text.
+    async def canary(
+        self, settings: Settings, options: dict[str, Any], *, seconds: float, lines: int = 0
+    ) -> tuple[str, str]:
+        """Return (answer, problem) of the question after `lines` lines of text, which has so many `seconds`.
 
         The problem is empty only when the model id and the answer are the ones expected.
         """
         try:
-            async with asyncio.timeout(settings.canary.timeout_seconds):
+            async with asyncio.timeout(seconds):
                 return await self._canary(settings, options, long_prompt(settings.canary.prompt, lines))
         except TimeoutError:
-            return "", f"no answer within {settings.canary.timeout_seconds:g} s"
-        except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            return "", f"no answer within {seconds:g} s"
+        except (aiohttp.ClientError, OSError, *STRANGE_ANSWERS) as error:
             return "", f"the API failed: {type(error).__name__}: {error}"
 
     async def _canary(self, settings: Settings, options: dict[str, Any], prompt: str) -> tuple[str, str]:
-        async with self._session.get(f"{self._base}/v1/models") as response:
+        unlimited = aiohttp.ClientTimeout(total=None)  # the caller's limit is the only one
+        async with self._session.get(f"{self._base}/v1/models", timeout=unlimited) as response:
             listed = await response.json()
         ids = [entry["id"] for entry in listed["data"]]
         if settings.model.name not in ids:
@@ -77,7 +83,6 @@ class Api:
             "messages": [{"role": "user", "content": prompt}],
             **options,
         }
-        unlimited = aiohttp.ClientTimeout(total=None)
         async with self._session.post(
             f"{self._base}/v1/chat/completions", json=body, timeout=unlimited
         ) as response:
@@ -104,6 +109,13 @@ def long_prompt(prompt: str, lines: int) -> str:
     return "\n".join([*stock, *([""] if stock else []), prompt])
 
 
+LOOP = re.compile(r"(\S.{0,39}?)\1{11}", re.DOTALL)
+"""A piece of text twelve times in a row, wherever it begins: no answer to a canary has that."""
+
+RULES = frozenset("-=_*#|~ \n")
+"""What lines are drawn with; those may be long."""
+
+
 def degenerate(answer: str) -> str:
     """Return why an answer is garbage whatever was asked; empty when it may be language."""
     words = answer.split()
@@ -113,7 +125,9 @@ def degenerate(answer: str) -> str:
         return f"answered one character over and over: {answer[:40]!r}"
     if len(words) > 2 and len(set(words)) == 1:
         return f"answered one word over and over: {answer[:40]!r}"
-    return ""
+    loops = (loop[1] for loop in LOOP.finditer(answer) if not RULES.issuperset(loop[1]))
+    looped = next(loops, "")
+    return f"answered {looped!r} over and over: {answer[:40]!r}" if looped else ""
 
 
 def reply_text(completion: dict[str, Any]) -> str:

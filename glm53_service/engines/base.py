@@ -141,6 +141,9 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
             "User": self.user,
             "Labels": self.labels,
             "StopTimeout": self.stop_seconds,
+            # An image's own check asks for a port: a rank without one would be "unhealthy" for ever, and a
+            # program that restarts what is unhealthy would restart one rank alone.
+            "Healthcheck": {"Test": ["NONE"]},
             "HostConfig": host,
         }
 
@@ -153,6 +156,7 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
             "--name",
             self.name,
             "--pull=never",
+            "--no-healthcheck",
             "--network",
             self.network,
             "--ipc",

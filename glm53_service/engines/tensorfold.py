@@ -198,7 +198,7 @@ class TensorfoldEngine:
             done=whole(said.get("requests_total")),
             slots=int(streams.get("max", 1)),
             window=whole(said.get("context_length")),
-            iteration_seconds=said.get("iteration_s"),
+            iteration_seconds=None if said.get("iteration_s") is None else float(said["iteration_s"]),
             tokens=whole(said.get("completion_tokens_total")),
             pool_tokens=whole(said.get("pool_tokens")),
             pool_free_tokens=whole(said.get("pool_free_tokens")),

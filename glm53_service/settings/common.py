@@ -40,13 +40,16 @@ class CanarySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     It is asked as it is, and again after `long_lines` lines of text (0: not; None: 200, or what fits in half
     the window), for a model can be right on short prompts and collapse on long ones. A pair that nobody asks
-    is asked every `idle_seconds` (0: never).
+    is asked every `idle_seconds` (0: never). `timeout_seconds` is for an answer of a pair that served
+    already; the questions of a start have `first_seconds`, for a first request may compile kernels: two
+    minutes were seen.
     """
 
     prompt: Annotated[str, Meta(min_length=1)] = "What is 2+2? Answer with a number only."
     expect: Annotated[str, Meta(min_length=1)] = r"\b4\b"
     max_tokens: Annotated[int, Meta(ge=1, le=4096)] = 256
     timeout_seconds: Seconds = 120.0
+    first_seconds: Seconds = 600.0
     long_lines: Annotated[int, Meta(ge=0, le=20000)] | None = None
     idle_seconds: Annotated[float, Meta(ge=0)] = 600.0
 

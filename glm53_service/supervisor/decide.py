@@ -305,9 +305,11 @@ def _unprepared(s: Snapshot) -> list[str]:
 def _faults(s: Snapshot, t: Supervision) -> list[str]:
     faults = []
     for who, report in _reports(s):
-        wrong = report.state in (RankState.ABSENT, RankState.CREATED)
+        other = report.epoch != s.epoch
+        wrong = other or report.state in (RankState.ABSENT, RankState.CREATED)
         if wrong and s.phase in (Phase.CHECKING, Phase.SERVING):
-            faults.append(f"{who} is {report.state}, expected running")
+            found, wanted = (f" in epoch {n}" if other else "" for n in (report.epoch, s.epoch))
+            faults.append(f"{who} is {report.state}{found}, expected running{wanted}")
     if s.phase is Phase.STARTING:
         faults += _stalled(s, t)
     if s.crash:

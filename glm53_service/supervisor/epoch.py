@@ -14,7 +14,7 @@ from typing import Any
 
 from glm53_service.artifacts.content import image_content
 from glm53_service.artifacts.draft import has_mtp_head, read_draft_files
-from glm53_service.canary import Api
+from glm53_service.canary import STRANGE_ANSWERS, Api
 from glm53_service.docker import DockerApi
 from glm53_service.drafter import Choice, Refusal
 from glm53_service.engines.base import Attempt, Engine, Launch
@@ -231,10 +231,11 @@ class Epoch:
     async def _ask(self, api: Api, window: int | None) -> None:
         """Ask the canary question, then again after a long text: a model can be right on short ones only."""
         options = self._engine.canary_options(self._settings)
-        lines = long_lines(self._settings.canary, window)
-        self.answer, self.canary_problem = await api.canary(self._settings, options)
+        canary = self._settings.canary
+        lines, seconds = long_lines(canary, window), max(canary.first_seconds, canary.timeout_seconds)
+        self.answer, self.canary_problem = await api.canary(self._settings, options, seconds=seconds)
         if lines and not self.canary_problem:
-            _, problem = await api.canary(self._settings, options, lines=lines)
+            _, problem = await api.canary(self._settings, options, seconds=seconds, lines=lines)
             self.canary_problem = f"after a long text: {problem}" if problem else ""
 
     async def _watch(self) -> None:
@@ -282,7 +283,11 @@ class Epoch:
 
     async def _health(self, api: Api) -> Health:
         status, body = await api.health()
-        return self._engine.read_health(status, body, await api.metrics() if status == 200 else "")
+        metrics = await api.metrics() if status == 200 else ""
+        try:
+            return self._engine.read_health(status, body, metrics)
+        except STRANGE_ANSWERS as error:
+            return Health(up=True, problem=f"rank 0's /health cannot be read ({error!r}): {body[:60]!r}")
 
     async def _choose_drafter(self) -> Choice:
         """Return what this start drafts with; the head's files are the measure for every other rank."""

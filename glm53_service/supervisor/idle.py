@@ -55,7 +55,7 @@ async def ask(
 ) -> Verdict:
     """Ask the canary question and watch, through `read`, whether it stays alone."""
     before = await read()
-    question = asyncio.create_task(api.canary(settings, options))
+    question = asyncio.create_task(api.canary(settings, options, seconds=settings.canary.timeout_seconds))
     try:
         alone = before.running == 0
         while not question.done():

@@ -119,7 +119,7 @@ class Lead:
         )
         self._vitals: dict[str, Vitals] = {}
         self._phase = Phase.IDLE
-        self._phase_since = self._progress_at = self._life_at = self._no_exit_at = world.clock()
+        self._phase_since = self._progress_at = self._life_at = world.clock()
         self._epoch: Epoch | None = None
         self._background = Background()
         self._stop_requested = False
@@ -133,6 +133,7 @@ class Lead:
         self._refused = False
         self._next: Recovery | None = None
         self._epochs_ended = 0
+        self._exit_at: float | None = None
         self._state_since = world.wall()
         self._decision = Decision(action=Action.NONE, state="waiting")
 
@@ -202,8 +203,9 @@ class Lead:
     def _snapshot(self) -> Snapshot:
         now, epoch = self._world.clock(), self._epoch
         members, number = self._current_members(), epoch.number if epoch else 0
-        if not exited_ranks((self._rank.report, *(m.report for m in members)), number):
-            self._no_exit_at = now
+        exited = exited_ranks((self._rank.report, *(m.report for m in members)), number)
+        # Not since the last look without one: that may be a whole tick ago.
+        self._exit_at = (self._exit_at if self._exit_at is not None else now) if exited else None
         return Snapshot(
             phase=self._phase,
             epoch=number,
@@ -222,7 +224,7 @@ class Lead:
             idle=now - self._life_at,
             phase_for=now - self._phase_since,
             ended=bool(epoch and epoch.ended),
-            exit_known_for=now - self._no_exit_at,
+            exit_known_for=0.0 if self._exit_at is None else now - self._exit_at,
             faults=self._faults(),
             resume_in=max(0.0, self._resume_at - now),
         )

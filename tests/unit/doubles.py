@@ -150,7 +150,7 @@ class FakeDocker:
 
 
 class FakeApi:
-    """Rank 0's API: /health, /v1/models, /metrics and a chat that gives `reply`."""
+    """Rank 0's API: /health, /v1/models, /metrics and a chat that gives `reply`, or the body `completion`."""
 
     def __init__(self, port: int, *, model: str, reply: str) -> None:
         self.port, self.model, self.reply = port, model, reply
@@ -159,6 +159,8 @@ class FakeApi:
         self.health_status = 200
         self.long_reply = ""
         self.hangs = False
+        self.models_seconds = 0.0
+        self.completion: Any = None
         self.asked: list[str] = []
         self._runner: web.AppRunner | None = None
 
@@ -186,6 +188,7 @@ class FakeApi:
         return web.Response(text=f'vllm:num_requests_running{{engine="0"}} {self.requests}.0\n')
 
     async def _models(self, _: web.Request) -> web.Response:
+        await asyncio.sleep(self.models_seconds)
         return web.json_response({"data": [{"id": self.model}]})
 
     async def _chat(self, request: web.Request) -> web.Response:
@@ -193,6 +196,8 @@ class FakeApi:
         self.asked.append(prompt)
         while self.hangs:
             await asyncio.sleep(0.05)
+        if self.completion is not None:
+            return web.json_response(self.completion)
         reply = self.long_reply if self.long_reply and "\n" in prompt else self.reply
         return web.json_response({"choices": [{"message": {"content": reply}}]})
 

@@ -101,6 +101,11 @@ def test_a_healthy_pair_serves_on() -> None:
         ),
         ({"members": (member(report=report(RankState.ABSENT)),)}, Cause.FAULT, "b (rank 1) is absent"),
         (
+            {"members": (member(report=Report(epoch=8, state=RankState.RUNNING)),)},
+            Cause.FAULT,
+            "b (rank 1) is running in epoch 8, expected running in epoch 9",
+        ),
+        (
             {"local": report(RankState.EXITED, exit_code=137, reason="ERROR oom")},
             Cause.FAULT,
             "rank 0 exited with code 137: it was killed (SIGKILL): by the kernel for want of memory, or by"

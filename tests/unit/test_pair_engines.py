@@ -237,13 +237,15 @@ def test_an_engine_that_works_slowly_is_left_alone(tmp_path: Path, monkeypatch: 
         ({**HEALTH, "context_length": 4096}, 200, "serves a window of 4096 tokens, 1048576 were asked for"),
         ({"status": "ok"}, 200, "rank 0's /health says no more than"),
         ({}, 401, "rank 0 wants a key for /health (HTTP 401)"),
+        ({**HEALTH, "streams": ["decoding"]}, 200, "rank 0's /health cannot be read (AttributeError"),
+        ({**HEALTH, "iteration_s": "a while"}, 200, "rank 0's /health cannot be read (ValueError"),
     ],
 )
 def test_less_than_was_asked_for_is_not_ready(
     tmp_path: Path, health: dict[str, Any], status: int, said: str
 ) -> None:
-    """Prevents a service of another shape than the one in the inventory, and a 401 from looking like a
-    dead server.
+    """Prevents a service of another shape than the one in the inventory, and a 401 or an engine that reports
+    in another way from looking like a dead server, or like a fault of the supervisor's own.
     """
 
     async def story(pair: Pair) -> None:

@@ -14,9 +14,19 @@ from glm53_service.engines.base import ContainerSpec, Launch
 from glm53_service.supervisor import dial, follow
 from glm53_service.supervisor.cleanup import clean_up
 from glm53_service.supervisor.follow import Follower
-from glm53_service.supervisor.messages import Hello, Look, Message, PathName, Prepare, RankState, Stop
+from glm53_service.supervisor.lead import Lead
+from glm53_service.supervisor.messages import (
+    Hello,
+    Look,
+    Message,
+    PathName,
+    Prepare,
+    RankState,
+    Report,
+    Stop,
+)
 from glm53_service.supervisor.world import World
-from tests.unit.doubles import FakeContainer, FakeDocker, make_settings
+from tests.unit.doubles import FakeApi, FakeContainer, FakeDocker, make_settings
 from tests.unit.pair import Cut, Pair, quick, run_pair
 
 __all__ = ["quick"]
@@ -241,3 +251,21 @@ def test_a_full_disk_does_not_keep_an_orphan_running(tmp_path: Path) -> None:
     (tmp_path / "evidence").write_text("no folder")
     asyncio.run(clean_up(docker, "unit", World(state=tmp_path), {"SERVICE_RESULT": "signal"}))
     assert docker.containers == {}
+
+
+def test_the_hold_after_an_exit_begins_with_the_exit(tmp_path: Path) -> None:
+    """Prevents a hold that is over before it began: the last look may be a whole tick old by then, and a
+    docker restart under the other rank would count as an engine fault after all.
+    """
+    now = [10.0]
+    pair = Pair(tmp_path, 29_541, 28_891, FakeApi(28_881, model="m", reply=""))
+    world = dataclasses.replace(pair.world("a"), clock=lambda: now[0])
+    lead = Lead(pair.node("a"), make_settings(tmp_path), ("ab" * 32,), "r1", FakeDocker(), world)
+    assert lead._snapshot().exit_known_for == 0.0
+    now[0] = 10.29
+    lead._rank.report = Report(serial=1, state=RankState.EXITED, exit_code=1)
+    assert lead._snapshot().exit_known_for == 0.0
+    now[0] = 10.5
+    assert lead._snapshot().exit_known_for == pytest.approx(0.21)
+    lead._rank.report = Report(serial=2, state=RankState.RUNNING)
+    assert lead._snapshot().exit_known_for == 0.0

@@ -82,6 +82,13 @@ def test_nothing_is_pulled_restarted_or_privileged() -> None:
     assert "--pull=never" in spec(0).shell()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_images_own_health_check_is_off(rank: int) -> None:
+    """Prevents a headless rank that docker calls unhealthy for ever, because its image asks for a port."""
+    assert spec(rank).api()["Healthcheck"] == {"Test": ["NONE"]}
+    assert "--no-healthcheck" in spec(rank).shell()
+
+
 def test_cuda_asks_for_gpus_and_rdma_with_each_nodes_own_index() -> None:
     """Prevents one global GID index, and memory registration that fails for want of IPC_LOCK."""
     changes = {
