@@ -15,7 +15,7 @@ from aiohttp import web
 from glm53_service.config import Value
 from glm53_service.docker import DockerApi
 from glm53_service.engines import engine_for
-from glm53_service.engines.base import Line, LineKind
+from glm53_service.engines.base import LineKind
 from glm53_service.errors import GaveUpError, UnavailableError
 from glm53_service.fabric.probe import probe
 from glm53_service.fabric.rails import Fabric
@@ -25,7 +25,7 @@ from glm53_service.node import Node
 from glm53_service.recovery import Recovery, recover
 from glm53_service.settings import Settings
 from glm53_service.status import RankStatus, Status
-from glm53_service.story import ErrorLines, event
+from glm53_service.story import event
 from glm53_service.supervisor.decide import (
     Action,
     Cause,
@@ -51,9 +51,9 @@ from glm53_service.supervisor.service import (
     serve,
     start_gate,
 )
+from glm53_service.supervisor.signs import Signs
 from glm53_service.supervisor.watch import Watch
 from glm53_service.supervisor.world import World
-from glm53_service.vitals import Sign, Vitals
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ class Lead:
             on_change=self._wake.set,
             on_progress=self._follower_progress,
         )
+        self._signs = Signs(world.clock, tells=self._tells, on_fatal=self._fatal, on_news=self._wake.set)
         self._rank = Rank(
             world,
             docker,
@@ -105,7 +106,7 @@ class Lead:
             rank=0,
             management=node.lead.management,
             on_change=self._wake.set,
-            on_line=self._line,
+            on_line=self._signs.line,
         )
         self._watch = Watch(
             world,
@@ -115,11 +116,10 @@ class Lead:
             times=lambda: settings.supervision,
             loading=lambda: self._phase is Phase.STARTING,
             busy=self._busy,
-            on_look=lambda vitals, sign: self._look(node.lead.node, vitals, sign),
+            on_look=lambda vitals, sign: self._signs.look(node.lead.node, vitals, sign),
         )
-        self._vitals: dict[str, Vitals] = {}
         self._phase = Phase.IDLE
-        self._phase_since = self._progress_at = self._life_at = world.clock()
+        self._phase_since = world.clock()
         self._epoch: Epoch | None = None
         self._background = Background()
         self._stop_requested = False
@@ -128,8 +128,7 @@ class Lead:
         self._fabric = Fabric(rails=(), trouble=unseen)
         self._looked_at = -IDLE_LOOK_SECONDS
         self._resume_at = 0.0
-        self._progress = self._last_end = ""
-        self._errors = ErrorLines(0)
+        self._last_end = ""
         self._refused = False
         self._next: Recovery | None = None
         self._epochs_ended = 0
@@ -220,8 +219,8 @@ class Lead:
             canary_right=bool(epoch and epoch.canary_right),
             canary_problem=epoch.canary_problem if epoch else "",
             crash=epoch.crash if epoch else "",
-            quiet=now - self._progress_at,
-            idle=now - self._life_at,
+            quiet=self._signs.quiet(now),
+            idle=self._signs.idle(now),
             phase_for=now - self._phase_since,
             ended=bool(epoch and epoch.ended),
             exit_known_for=0.0 if self._exit_at is None else now - self._exit_at,
@@ -263,23 +262,15 @@ class Lead:
         self._stop_requested = True
         self._wake.set()
 
-    def _line(self, line: Line) -> None:
-        if line.kind is LineKind.WAITING:
-            return
-        if line.fatal:
-            self._fatal(f"rank 0: {line.text}")
-        if line.kind is LineKind.ERROR and self._phase is not Phase.ENDING:
-            self._errors.tell(log, f"rank 0: {line.text}")
-        self._moved(f"rank 0: {line.text}" if line.kind is LineKind.PROGRESS else "")
+    def _tells(self, kind: LineKind) -> bool:
+        """Return whether a milestone, or an error, is news now; what an ending rank says is none."""
+        if kind is LineKind.PROGRESS:
+            return self._phase is Phase.STARTING
+        return self._phase is not Phase.ENDING
 
     def _follower_progress(self, node: str, progress: Progress) -> None:
         if self._epoch is not None and progress.epoch == self._epoch.number:
-            if progress.vitals is not None:
-                self._look(node, progress.vitals, progress.sign)
-                return
-            self._moved(f"{node}: {progress.text}" if progress.text and not progress.fatal else "")
-            if progress.fatal:
-                self._fatal(f"{node}: {progress.text}")
+            self._signs.heard(node, progress)
 
     def _fatal(self, text: str) -> None:
         """A rank said that it can serve no more, though no process ended."""
@@ -287,24 +278,8 @@ class Lead:
             self._epoch.api_problem = text
             self._wake.set()
 
-    def _look(self, node: str, vitals: Vitals, sign: Sign) -> None:
-        """Take a look at a running rank for what it shows."""
-        self._vitals[node] = vitals
-        if sign is Sign.MOVED:
-            self._moved("")
-        elif sign is Sign.BUSY:
-            self._life_at = self._world.clock()
-
     def _busy(self) -> bool:
         return bool(self._epoch and self._phase is Phase.SERVING and self._epoch.running_requests)
-
-    def _moved(self, text: str) -> None:
-        """Note a sign of life of a rank; a milestone is told once."""
-        self._progress_at = self._life_at = self._world.clock()
-        if text and text != self._progress and self._phase is Phase.STARTING:
-            log.info(event(text))
-            self._progress = text
-            self._wake.set()
 
     # What is done
 
@@ -353,7 +328,7 @@ class Lead:
             drafter=self._next.drafter if self._next else None,
             attempt=self._next.attempt if self._next else FIRST,
         )
-        self._progress, self._errors, self._vitals = "", ErrorLines(0), {}
+        self._signs.begin()
         self._enter(Phase.PREPARING)
         log.log(
             logging.DEBUG if self._refused else logging.INFO,
@@ -413,7 +388,8 @@ class Lead:
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
-        self._phase_since = self._progress_at = self._life_at = self._world.clock()
+        self._phase_since = self._world.clock()
+        self._signs.restart()
         self._wake.set()
 
     async def _beat(self) -> None:
@@ -442,7 +418,9 @@ class Lead:
             command=report.command,
         )
         return tuple(
-            msgspec.structs.replace(r, vitals=self._vitals.get(r.node) if r.state == "running" else None)
+            msgspec.structs.replace(
+                r, vitals=self._signs.vitals.get(r.node) if r.state == "running" else None
+            )
             for r in (first, *self._members.statuses())
         )
 
@@ -463,7 +441,7 @@ class Lead:
             epoch=epoch.number if epoch else 0,
             since=self._state_since,
             reasons=d.reasons,
-            progress=self._progress,
+            progress=self._signs.progress,
             endpoint=self.endpoint,
             model=self._settings.model.name,
             answer=epoch.answer if epoch else "",
