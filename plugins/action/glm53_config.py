@@ -15,10 +15,11 @@ def read(settings: str, node: str, nodes: int) -> tuple[dict[str, Any], list[str
 
     from glm53_service.artifacts.folders import needed_folders, unused_drafter
     from glm53_service.errors import ConfigError
+    from glm53_service.foreign import claims
     from glm53_service.node import load_node
     from glm53_service.settings import dump, load_settings, pair_problems, warnings
 
-    found: dict[str, Any] = {"settings": {}, "hurts": [], "folders": [], "unused_drafter": ""}
+    found: dict[str, Any] = {"settings": {}, "hurts": [], "folders": [], "unused_drafter": "", "claims": {}}
     problems: list[str] = []
     wanted = peers = None
     try:
@@ -36,6 +37,7 @@ def read(settings: str, node: str, nodes: int) -> tuple[dict[str, Any], list[str
         found["hurts"] = list(warnings(wanted))
         found["folders"] = msgspec.to_builtins(needed_folders(wanted))
         found["unused_drafter"] = unused_drafter(wanted)
+        found["claims"] = msgspec.to_builtins(claims(wanted, peers))
     return found, problems
 
 
@@ -47,7 +49,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the effective settings, every default written out, and what they need of the nodes.
 
-        `folders` of weights. Fails with all problems of both files.
+        `folders` of weights, `claims` of ports. Fails with all problems of both files.
         """
         super().run(tmp, task_vars)
         arguments = self._task.args

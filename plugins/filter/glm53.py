@@ -239,6 +239,19 @@ def glm53_foreign_rails(
     return {"adopted": adopted, "conflicts": conflicts}
 
 
+def glm53_findings(
+    seen: Mapping[str, Any], claims: list[Mapping[str, Any]], recipes: list[str], spared: list[str]
+) -> list[dict[str, Any]]:
+    """Return what is in the way on a node (glm53_service.foreign), each with one readable line."""
+    foreign = _package("foreign")
+    wanted = [foreign.Claim(port=c["port"], addresses=tuple(c["addresses"]), use=c["use"]) for c in claims]
+    return [
+        {name: getattr(found, name) for name in ("kind", "name", "id", "scope", "refusal")}
+        | {"line": found.line()}
+        for found in foreign.findings(seen, wanted, recipes, spared)
+    ]
+
+
 def glm53_reasons(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]:
     """Return, with the host's name, everything on any host that makes a restart of the pair necessary."""
     return [f"{host}: {why}" for host in hosts for why in hostvars[host].get("node_restart_reasons", [])]
@@ -279,6 +292,7 @@ class FilterModule:
                 glm53_wrong_files,
                 glm53_incomplete,
                 glm53_foreign_rails,
+                glm53_findings,
                 glm53_reasons,
                 glm53_unset_rails,
             )

@@ -243,6 +243,7 @@ def test_the_playbooks_are_told_what_the_settings_need_of_the_nodes() -> None:
     assert problems == []
     assert [folder["path"] for folder in found["folders"]] == ["/data/model"]
     assert found["unused_drafter"].startswith("drafter /data/draft")
+    assert [claim["port"] for claim in found["claims"]["n-b"]] == [8777]
     worker, problems = config.read("", NODE, 2)
     assert (worker["folders"], problems) == ([], [])
     _, both = config.read(SETTINGS.replace("8777", "no"), NODE.replace("10.1.0.2", "x"), 3)
