@@ -98,7 +98,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     reasons: tuple[str, ...]
 
 
-COPY_IT = "Fix: copy the head's folder to the same path here (site.yml ships the model only)"
+COPY_IT = "Fix: run site.yml, which brings the head's folder to the same path here"
 
 Files = Sequence[DraftFiles] | None
 """One entry a rank; None when nobody has looked yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -80,37 +81,144 @@ def glm53_known_hosts(workers: list[str], hostvars: Mapping[str, Any]) -> list[s
 def glm53_image_tag(inspect: Mapping[str, Any] | None) -> str:
     """Return the tag under which an image is shipped to the workers, empty for no image."""
     content = glm53_image_content(inspect)
-    return _content().local_tag(content) if content else ""
+    return str(_package("artifacts.content").local_tag(content)) if content else ""
 
 
 def glm53_image_content(inspect: Mapping[str, Any] | None) -> str:
     """Return an image's content id, empty for no image."""
-    return _content().image_content(inspect) if inspect else ""
+    return str(_package("artifacts.content").image_content(inspect)) if inspect else ""
 
 
-def _content() -> Any:
+def _package(name: str) -> Any:
+    """Return a module of the package that runs on the nodes; the control host has it too."""
     try:
-        from glm53_service.artifacts import content
+        return importlib.import_module(f"glm53_service.{name}")
     except ImportError as error:
         raise AnsibleFilterError(
             f"Found: {sys.executable} cannot import glm53_service ({error}). Expected: Ansible runs from the"
             " project's own environment. Fix: `make venv`, then .venv/bin/ansible-playbook"
         ) from error
-    return content
 
 
-def glm53_file_differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return which of the head's files (glm53_manifest) a node lacks, has otherwise, or has beside them."""
+def glm53_folder_differences(
+    wanted: list[Mapping[str, Any]], found: list[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return, for each of the head's folders (glm53_manifest), in what way a node's own differs from it."""
+    return [_differences(ours, theirs) for ours, theirs in zip(wanted, found, strict=True)]
+
+
+def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which files are missing, replaced (another size or hash), retimed (another time), or doubtful.
+
+    Doubtful is another time with a hash that is not known on both sides. `bytes` is what has to travel for
+    certain. `room` is what it takes here meanwhile: an old file gives its room back only once the new one is
+    complete.
+    """
     ours, theirs = wanted["files"], found["files"]
     missing = sorted(name for name in ours if name not in theirs)
-    differ = sorted(name for name in ours if name in theirs and dict(ours[name]) != dict(theirs[name]))
+    both = sorted(name for name in ours if name in theirs)
+    replaced = [name for name in both if _other_content(ours[name], theirs[name])]
+    late = [n for n in both if n not in replaced and ours[n]["mtime"] != theirs[n]["mtime"]]
+    retimed = [n for n in late if "sha256" in ours[n] and "sha256" in theirs[n]]
+    doubtful = [name for name in late if name not in retimed]
+    growth = sum(max(0, ours[name]["size"] - theirs[name]["size"]) for name in replaced)
+    largest = max((ours[name]["size"] for name in replaced + doubtful), default=0)
     return {
+        "name": found["name"],
+        "path": found["path"],
+        "exists": found["exists"],
         "missing": missing,
-        "differ": differ,
+        "replaced": replaced,
+        "doubtful": doubtful,
+        "retimed": {name: ours[name]["mtime"] for name in retimed},
         "extra": sorted(name for name in theirs if name not in ours),
-        "same": not missing and not differ,
-        "bytes": sum(ours[name]["size"] for name in missing + differ),
+        "same": not missing and not replaced and not late,
+        "bytes": sum(ours[name]["size"] for name in missing + replaced),
+        "room": sum(ours[name]["size"] for name in missing) + growth + largest,
+        "file_system": found["file_system"],
+        "free_bytes": found["free_bytes"],
     }
+
+
+def _other_content(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Say whether two files are known to differ in content."""
+    return any(ours[k] != theirs[k] for k in ("size", "sha256") if k in ours and k in theirs)
+
+
+def glm53_doubts(
+    folders: list[Mapping[str, Any]], wanted: list[Mapping[str, Any]], found: list[list[Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Return `folders` with the `names` of the files that are doubtful on any of the nodes in `found`.
+
+    An owner's own downloads have other times on each node. All nodes hash the same names, so that they can be
+    compared.
+    """
+    doubts = [[part["doubtful"] for part in glm53_folder_differences(wanted, node)] for node in found]
+    return [
+        {**folder, "names": sorted({name for node in doubts for name in node[number]})}
+        for number, folder in enumerate(folders)
+    ]
+
+
+def glm53_copies(differences: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the copies that make a node's folders the head's."""
+    return [
+        {"name": folder["name"], "path": folder["path"], "files": files}
+        for folder in differences
+        if (files := folder["missing"] + folder["replaced"] + folder["doubtful"])
+    ]
+
+
+def glm53_tight_file_systems(differences: list[Mapping[str, Any]], spare_gib: float) -> list[str]:
+    """Return in words each file system without room for what has to come to it and `spare_gib` GiB more."""
+    tight = []
+    for number in dict.fromkeys(folder["file_system"] for folder in differences if not folder["same"]):
+        folders = [f for f in differences if f["file_system"] == number and not f["same"]]
+        need = sum(folder["room"] for folder in folders) + int(spare_gib * 1024**3)
+        free = min(folder["free_bytes"] for folder in folders)
+        if free < need:
+            paths = " and ".join(folder["path"] for folder in folders)
+            tight.append(f"{free / 1e9:.2f} GB free for {paths}, {need / 1e9:.2f} GB needed")
+    return tight
+
+
+def glm53_extra_files(differences: list[Mapping[str, Any]]) -> list[str]:
+    """Return the files that the head has not, in words."""
+    return [
+        f"{len(folder['extra'])} files in {folder['path']} ({', '.join(folder['extra'][:3])})"
+        for folder in differences
+        if folder["extra"]
+    ]
+
+
+def glm53_wrong_files(differences: list[Mapping[str, Any]]) -> list[str]:
+    """Return the files that are not the head's, by their whole path."""
+    return [
+        f"{folder['path']}/{name}"
+        for folder in differences
+        for name in [*folder["missing"], *folder["replaced"], *folder["doubtful"], *folder["retimed"]]
+    ]
+
+
+def glm53_incomplete(folders: list[Mapping[str, Any]], pins: list[Mapping[str, Any]]) -> list[str]:
+    """Return what is wrong with the head's own folders (glm53_manifest); `pins` say what they must hold."""
+    problems = []
+    for folder, pin in zip(folders, pins, strict=True):
+        what = f"{folder['name']} {folder['path']}"
+        if not folder["exists"]:
+            problems.append(f"{what}: no such directory")
+            continue
+        problems += [f"{what}: {name} is missing or empty" for name in folder["lacking"]]
+        if links := folder["dangling"]:
+            problems.append(f"{what}: {len(links)} links lead nowhere ({', '.join(links[:3])})")
+        for name, digest in (pin.get("sha256") or {}).items():
+            own = folder["files"].get(name, {}).get("sha256", digest)
+            if own != digest:
+                problems.append(
+                    f"{what}: {name} has SHA-256 {own[:12]}, the inventory's glm53_drafter.sha256 is"
+                    f" {digest[:12]}"
+                )
+    return problems
 
 
 def glm53_foreign_rails(
@@ -129,6 +237,19 @@ def glm53_foreign_rails(
         if others and not wrong:
             adopted.append(rail["netdev"])
     return {"adopted": adopted, "conflicts": conflicts}
+
+
+def glm53_findings(
+    seen: Mapping[str, Any], claims: list[Mapping[str, Any]], recipes: list[str], spared: list[str]
+) -> list[dict[str, Any]]:
+    """Return what is in the way on a node (glm53_service.foreign), each with one readable line."""
+    foreign = _package("foreign")
+    wanted = [foreign.Claim(port=c["port"], addresses=tuple(c["addresses"]), use=c["use"]) for c in claims]
+    return [
+        {name: getattr(found, name) for name in ("kind", "name", "id", "scope", "refusal")}
+        | {"line": found.line()}
+        for found in foreign.findings(seen, wanted, recipes, spared)
+    ]
 
 
 def glm53_reasons(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]:
@@ -163,8 +284,15 @@ class FilterModule:
                 glm53_known_hosts,
                 glm53_image_content,
                 glm53_image_tag,
-                glm53_file_differences,
+                glm53_folder_differences,
+                glm53_doubts,
+                glm53_copies,
+                glm53_tight_file_systems,
+                glm53_extra_files,
+                glm53_wrong_files,
+                glm53_incomplete,
                 glm53_foreign_rails,
+                glm53_findings,
                 glm53_reasons,
                 glm53_unset_rails,
             )

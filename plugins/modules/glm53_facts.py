@@ -10,7 +10,6 @@ import os
 import platform
 import pwd
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.parse
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.glm53_docker import DOCKER_SOCKET, docker_get
 
 DOCUMENTATION = """
 module: glm53_facts
@@ -25,41 +25,14 @@ short_description: Read what a GLM-5.3 node is and has
 description: Reads only. Needs root for the docker socket and for netplan's files.
 options:
   image: {description: "Image reference to look up in docker.", type: str, default: ""}
-  model_dir: {description: "Directory whose file system is measured.", type: str, default: ""}
   netdevs: {description: "Devices to look for in netplan's files.", type: list, elements: str, default: []}
   own_netplan: {description: "Our own netplan file, which is left out of the search.", type: str, default: ""}
 """
 
-DOCKER_SOCKET = "/run/docker.sock"
 SHIPPED = "glm53/engine"
 """The repository of images that came from the head (glm53_service.artifacts.content.LOCAL_REPOSITORY)."""
 NETPLAN_FOLDERS = ("/run/netplan", "/etc/netplan", "/lib/netplan")
 TOOLS = ("rsync", "zstd", "ssh", "ping", "netplan", "networkctl", "systemctl")
-
-
-class _SocketConnection(http.client.HTTPConnection):
-    """HTTP over docker's unix socket."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=20)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-
-
-def docker_get(path: str, connection: str = DOCKER_SOCKET) -> tuple[int, Any]:
-    """Return status and decoded answer of a GET on the docker socket; OSError when nobody answers."""
-    http_connection = _SocketConnection(connection)
-    try:
-        http_connection.request("GET", path)
-        response = http_connection.getresponse()
-        body = response.read()
-        return response.status, json.loads(body) if body else None
-    finally:
-        http_connection.close()
 
 
 def docker_facts(image: str) -> dict[str, Any]:
@@ -196,21 +169,16 @@ def account_facts() -> dict[str, str]:
     return {"name": name, "home": pwd.getpwnam(name).pw_dir}
 
 
-def collect(image: str, model_dir: str, netdevs: list[str], own_netplan: str) -> dict[str, Any]:
+def collect(image: str, netdevs: list[str], own_netplan: str) -> dict[str, Any]:
     """Return the fact."""
     release = os_release(Path("/etc/os-release").read_text(encoding="utf-8"))
     systemd = output("systemctl", "--version").split()
     key = Path("/etc/ssh/ssh_host_ed25519_key.pub")
-    model = Path(model_dir) if model_dir else None
     return {
         "account": account_facts(),
         "architecture": platform.machine(),
         "docker": docker_facts(image),
         "host_key": " ".join(key.read_text(encoding="utf-8").split()[:2]) if key.exists() else "",
-        "model": {
-            "exists": bool(model and model.is_dir()),
-            "free_bytes": free_bytes(model_dir) if model else 0,
-        },
         "netdevs": netdev_facts(json.loads(output("ip", "-j", "address", "show") or "[]")),
         "netplan": netplan_definitions(read_netplan(own_netplan), netdevs),
         "opt_free_bytes": free_bytes("/opt"),
@@ -236,7 +204,6 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "image": {"type": "str", "default": ""},
-            "model_dir": {"type": "str", "default": ""},
             "netdevs": {"type": "list", "elements": "str", "default": []},
             "own_netplan": {"type": "str", "default": ""},
         },

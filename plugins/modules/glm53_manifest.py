@@ -1,9 +1,10 @@
 #!/usr/bin/python
-"""Ansible module: a model directory's files: sizes, times and, when asked, SHA-256. Reads only."""
+"""Ansible module: the files of model folders: sizes, times and, when asked, SHA-256. Reads only."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pwd
 import re
@@ -14,11 +15,18 @@ from ansible.module_utils.basic import AnsibleModule
 
 DOCUMENTATION = """
 module: glm53_manifest
-short_description: List a model directory's files
+short_description: List the files of model folders
 options:
-  path: {description: "The model directory; links in it are followed.", type: path, required: true}
-  sha256: {description: "Hash every file.", type: bool, default: false}
-  hash_limit_bytes: {description: "Do not hash when all files together are larger.", type: int, default: 0}
+  folders:
+    description:
+      - "name; path, whose links are followed; needed: files that must be there and not empty;"
+      - "hash: hash every file; names: hash these. A file whose hash a receipt knows is not read for it."
+    type: list
+    elements: dict
+    required: true
+  sha256: {description: "Hash every file of every folder.", type: bool, default: false}
+  hash_limit_bytes: {description: "What sha256 leaves unhashed: larger folders.", type: int, default: 0}
+  receipts: {description: "JSON files of the service: mark, sha256.", type: list, elements: str, default: []}
   reader: {description: "Account that must be able to read every file.", type: str, default: ""}
 """
 
@@ -53,6 +61,39 @@ def sha256(path: Path) -> str:
             digest.update(chunk)
         os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return digest.hexdigest()
+
+
+def receipts_known(paths: list[str]) -> dict[tuple[Any, ...], str]:
+    """Return `{(folder, size, mtime in ns, inode): sha256}` of what the service has hashed on this node.
+
+    The format is that of glm53_service.artifacts.draft; a file that says something else is left out.
+    """
+    known = {}
+    for path in paths:
+        try:
+            receipt = json.loads(Path(path).read_text(encoding="utf-8"))
+            known[tuple(receipt["mark"])] = str(receipt["sha256"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return known
+
+
+def hashes(root: Path, names: list[str], known: dict[tuple[Any, ...], str]) -> dict[str, str]:
+    """Return the SHA-256 of each file; one that did not change since its receipt is not read."""
+    found = {}
+    for name in names:
+        stat = (root / name).stat()
+        mark = (str(root), stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        found[name] = known.get(mark) or sha256(root / name)
+    return found
+
+
+def place(root: Path) -> tuple[int, int]:
+    """Return the file system on which `root` is or would be: its number, and the bytes free for a user."""
+    while not root.exists() and root != root.parent:
+        root = root.parent
+    stat = os.statvfs(root)
+    return root.stat().st_dev, stat.f_bavail * stat.f_frsize
 
 
 def unreadable(root: Path, names: list[str], account: str) -> str:
@@ -94,36 +135,46 @@ def account_exists(name: str) -> bool:
     return True
 
 
+def survey(folder: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    """Return what `folder` holds."""
+    root, reader, limit = Path(folder["path"]), params["reader"], params["hash_limit_bytes"]
+    files, dangling = entries(root)
+    total = sum(entry["size"] for entry in files.values())
+    device, free = place(root)
+    asked = params["sha256"] and (not limit or total <= limit)
+    every = asked or folder.get("hash")
+    names = [name for name in files if every or name in folder.get("names", [])]
+    for name, digest in hashes(root, names, receipts_known(params["receipts"])).items():
+        files[name]["sha256"] = digest  # type: ignore[assignment]
+    check = bool(reader) and root.is_dir() and account_exists(reader)
+    return {
+        "name": folder["name"],
+        "path": folder["path"],
+        "exists": root.is_dir(),
+        "files": files,
+        "dangling": dangling,
+        "lacking": [n for n in folder.get("needed", []) if not files.get(n, {}).get("size")],
+        "bytes": total,
+        "file_system": device,
+        "free_bytes": free,
+        "unreadable": unreadable(root, list(files), reader) if check else "",
+    }
+
+
 def main() -> None:
     """Run the module."""
     module = AnsibleModule(
         argument_spec={
-            "path": {"type": "path", "required": True},
+            "folders": {"type": "list", "elements": "dict", "required": True},
             "sha256": {"type": "bool", "default": False},
             "hash_limit_bytes": {"type": "int", "default": 0},
+            "receipts": {"type": "list", "elements": "str", "default": []},
             "reader": {"type": "str", "default": ""},
         },
         supports_check_mode=True,
     )
-    root, reader = Path(module.params["path"]), module.params["reader"]
-    files, dangling = entries(root)
-    total = sum(entry["size"] for entry in files.values())
-    result: dict[str, Any] = {
-        "exists": root.is_dir(),
-        "files": files,
-        "dangling": dangling,
-        "bytes": total,
-        "hashed": False,
-        "unreadable": "",
-    }
-    if reader and root.is_dir() and account_exists(reader):
-        result["unreadable"] = unreadable(root, list(files), reader)
-    limit = module.params["hash_limit_bytes"]
-    if module.params["sha256"] and (not limit or total <= limit):
-        result["hashed"] = True
-        for name, entry in files.items():
-            entry["sha256"] = sha256(root / name)  # type: ignore[assignment]
-    module.exit_json(changed=False, **result)
+    found = [survey(folder, module.params) for folder in module.params["folders"]]
+    module.exit_json(changed=False, folders=found)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,16 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+import ansible.module_utils
+
 CHECKOUT = Path(__file__).resolve().parents[2]
+MODULE_UTILS = str(CHECKOUT / "plugins/module_utils")
 
 
 def load(kind: str, name: str) -> ModuleType:
-    """Return plugins/<kind>/<name>.py as a module."""
+    """Return plugins/<kind>/<name>.py as a module; it finds plugins/module_utils as it would on a node."""
+    if MODULE_UTILS not in ansible.module_utils.__path__:
+        ansible.module_utils.__path__.append(MODULE_UTILS)
     spec = importlib.util.spec_from_file_location(
         f"plugin_{kind}_{name}", CHECKOUT / f"plugins/{kind}/{name}.py"
     )

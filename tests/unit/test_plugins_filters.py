@@ -63,18 +63,6 @@ def test_targets_use_the_heads_own_devices_and_the_workers_account() -> None:
     )
 
 
-def files(**sizes: int) -> dict[str, Any]:
-    """A manifest with these files."""
-    return {"files": {name: {"size": size, "mtime": 5} for name, size in sizes.items()}}
-
-
-def test_only_what_is_missing_counts() -> None:
-    """Defect: the disk check asks for room for files that are there already."""
-    found = filters.glm53_file_differences(files(one=10, two=20, three=30), files(one=10, two=21, more=1))
-    assert found == {"missing": ["three"], "differ": ["two"], "extra": ["more"], "same": False, "bytes": 50}
-    assert filters.glm53_file_differences(files(one=10), files(one=10))["same"] is True
-
-
 RAILS = [{"netdev": "x0", "address": "10.1.0.1/24"}, {"netdev": "x1", "address": "10.2.0.1/24"}]
 
 
