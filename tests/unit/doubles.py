@@ -161,6 +161,7 @@ class FakeApi:
         self.hangs = False
         self.models_seconds = 0.0
         self.completion: Any = None
+        self.chat_status = 200
         self.asked: list[str] = []
         self._runner: web.AppRunner | None = None
 
@@ -197,7 +198,7 @@ class FakeApi:
         while self.hangs:
             await asyncio.sleep(0.05)
         if self.completion is not None:
-            return web.json_response(self.completion)
+            return web.json_response(self.completion, status=self.chat_status)
         reply = self.long_reply if self.long_reply and "\n" in prompt else self.reply
         return web.json_response({"choices": [{"message": {"content": reply}}]})
 
