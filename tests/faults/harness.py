@@ -27,8 +27,8 @@ class Drill:
     """One drill.
 
     `limit` is how many seconds detection may take, 0 for a false-alarm drill. `said` is a pattern that must
-    stand in the reason, in the journal of the start for a `start` drill. `heal` takes the fault away where it
-    does not go by itself.
+    stand in the reason, in the journal of the start for a `start` drill. `prepare` comes before the pair is
+    looked at; `heal` takes the fault away where it does not go by itself.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Drill:
     limit: float = 0.0
     start: bool = False
     said: str = ""
+    prepare: Callable[[Pair], object] | None = None
     heal: Callable[[Pair], object] | None = None
 
 
@@ -80,6 +81,8 @@ def ready(after: int = -1, budget: float = SERVE_SECONDS) -> dict[str, Any] | No
 
 def run(pair: Pair, drill: Drill) -> Outcome:
     """Run one drill on a serving pair and bring the pair back."""
+    if drill.prepare:
+        drill.prepare(pair)
     before = ready()
     if before is None:
         raise SystemExit(f"faults: the pair does not serve before the drill {drill.name!r}: {status()}")

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from tests.faults.harness import Drill
-from tests.faults.ways import healed, live, starting
-from tests.lab.conftest import WORKER
+from tests.faults.ways import guarded, healed, live, starting
+from tests.lab.conftest import WORKER, Pair
 
 STILL = "no counter of the engine has moved"
+
+
+def no_leak(pair: Pair) -> None:
+    """Take the leak and the drill's guard away."""
+    healed(pair)
+    guarded("load_guard_gib", 0.5)(pair)
 
 
 def reply(name: str, fault: str, said: str) -> Drill:
@@ -67,6 +73,39 @@ DRILLS = (
         limit=40.0,
         said="no rank showed a sign of life",
         heal=healed,
+    ),
+    Drill(
+        name="fewer slots than asked for",
+        inject=starting("TF_DOUBLE_SLOTS=2"),
+        start=True,
+        limit=20.0,
+        said="serves 2 requests at once, 4 were asked for",
+        heal=healed,
+    ),
+    Drill(
+        name="the drafter fails",
+        inject=starting("TF_DOUBLE_DRAFTER_FAILS=1"),
+        start=True,
+        limit=20.0,
+        said="start 2: FALLBACK: drafter mtp",
+        heal=healed,
+    ),
+    Drill(
+        name="memory runs out while loading",
+        prepare=guarded("load_guard_gib"),
+        inject=starting("TF_DOUBLE_LEAK=400:1600\\nTF_DOUBLE_LOAD_SECONDS=6", WORKER),
+        start=True,
+        limit=20.0,
+        said="memory guard: MemAvailable is .* while loading",
+        heal=no_leak,
+    ),
+    Drill(
+        name="memory runs out while serving",
+        prepare=guarded("steady_guard_gib"),
+        inject=live("leak=400:1600", WORKER),
+        limit=10.0,
+        said="memory guard: MemAvailable is .* while serving",
+        heal=guarded("steady_guard_gib", 0.25),
     ),
     Drill(
         name="crash 2 s after every start",

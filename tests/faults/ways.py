@@ -9,8 +9,11 @@ import time
 import urllib.request
 from collections.abc import Callable
 
-from tests.faults.harness import CALM_SECONDS, OPENER, status
+from tests.faults.harness import CALM_SECONDS, OPENER, ready, status
 from tests.lab.conftest import HEAD, UNIT, WORKER, Pair
+
+GIB_ABOVE = 0.8
+"""How far the guard of a drill is below the machine's memory: what leaks is 1.6 GB."""
 
 
 def folder(pair: Pair, host: str) -> str:
@@ -53,12 +56,29 @@ def starting(lines: str, host: str = HEAD) -> Callable[[Pair], object]:
     def inject(pair: Pair) -> None:
         path = folder(pair, host)
         pair.sh(host, "sh", "-c", f"printf '{lines}\\n' > {path}/env; chmod 644 {path}/env")
-        pair.sh(
-            HEAD, "systemctl", "reset-failed", UNIT[HEAD], check=False
-        )  # its start limit counts our restarts
-        pair.sh(HEAD, "systemctl", "restart", "--no-block", UNIT[HEAD])
+        restart(pair)
 
     return inject
+
+
+def restart(pair: Pair) -> None:
+    """Restart the head's unit; systemd's start limit counts restarts by hand too."""
+    pair.sh(HEAD, "systemctl", "reset-failed", UNIT[HEAD], check=False)
+    pair.sh(HEAD, "systemctl", "restart", "--no-block", UNIT[HEAD])
+
+
+def guarded(key: str, value: float | None = None) -> Callable[[Pair], object]:
+    """Return a preparation that sets a memory guard, GIB_ABOVE below what is available now unless given."""
+
+    def prepare(pair: Pair) -> None:
+        kib = int(pair.sh(HEAD, "awk", "/^MemAvailable:/ {print $2}", "/proc/meminfo"))
+        gib = kib / 1024**2 - GIB_ABOVE if value is None else value
+        pair.sh(HEAD, "sed", "-i", f"s/{key}: .*/{key}: {gib:.2f}/", "/etc/glm53/settings.yaml")
+        epoch = status()["epoch"]
+        restart(pair)
+        ready(epoch)
+
+    return prepare
 
 
 def healed(pair: Pair) -> None:
