@@ -390,11 +390,17 @@ class Lead:
         self._phase = phase
         self._phase_since = self._world.clock()
         self._signs.restart()
+        if phase in (Phase.STARTING, Phase.CHECKING):
+            # At once: a ready engine leaves less memory than the followers let a loading one take.
+            self._background.spawn(self._members.tell_all(self._own_beat(), every_path=True))
         self._wake.set()
+
+    def _own_beat(self) -> Beat:
+        return Beat(loading=self._phase is Phase.STARTING, busy=self._busy())
 
     async def _beat(self) -> None:
         while True:
-            await self._members.beat(Beat(loading=self._phase is Phase.STARTING, busy=self._busy()))
+            await self._members.beat(self._own_beat())
             epoch = self._epoch
             current = None if epoch is None or epoch.stopped or self._phase is Phase.IDLE else epoch.number
             for node, stray in self._members.strays(current):

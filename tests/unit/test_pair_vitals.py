@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from glm53_service.system import GIB
+from tests.unit.doubles import FakeContainer
 from tests.unit.pair import Pair, quick, run_pair
 
 __all__ = ["quick"]
@@ -135,6 +136,7 @@ def test_a_serving_node_has_another_limit_and_is_warned_of_first(
         pair.start("a")
         pair.start("b")
         await pair.serving(1)
+        await pair.until(lambda: not pair.service["b"]._dialler.beat.loading, "the follower knows it, too")
         nodes[where].memory(4.5)
         said = (
             f"warning: rank {'ab'.index(where)}: only 4.5 GiB are available while serving (a warning below 6)"
@@ -153,6 +155,20 @@ def test_a_serving_node_has_another_limit_and_is_warned_of_first(
     run_pair(tmp_path, story, supervision=PATIENT)
     assert caplog.text.count("warning: only 4.5 GiB are available") == 1
     assert caplog.text.count("the warning is over: memory") == 1
+
+
+def test_the_follower_knows_at_once_what_the_ranks_do(tmp_path: Path) -> None:
+    """Prevents the end of a ready engine by the limit of a loading one, in the second before a heartbeat."""
+
+    async def story(pair: Pair) -> None:
+        machines(pair)
+        await loading(pair)
+        await pair.api.start(FakeContainer(pair.docker["a"].containers[pair.docker["a"].running()[0]].spec))
+        await pair.serving(1)
+        await pair.until(lambda: not pair.service["b"]._dialler.beat.loading, "the follower knows it")
+
+    slow = {"heartbeat_seconds": 30, "lease_seconds": 90, "peer_lost_seconds": 90}
+    run_pair(tmp_path, story, supervision=PATIENT | slow)
 
 
 def test_the_guard_kills_without_docker(tmp_path: Path) -> None:
