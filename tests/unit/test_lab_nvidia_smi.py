@@ -3,6 +3,8 @@
 import subprocess
 from pathlib import Path
 
+from glm53_service.gpu import QUERY, Gpu, parse
+
 SMI = Path(__file__).parents[2] / "lab" / "files" / "nvidia-smi"
 
 
@@ -22,3 +24,18 @@ def test_it_refuses_what_it_does_not_know() -> None:
     assert ask("--query-gpu=ecc.mode.current", "--format=csv,noheader").returncode == 2
     assert ask("--query-gpu=name", "--format=csv").returncode == 2
     assert ask().returncode == 2
+
+
+def test_the_supervisors_question_is_answered() -> None:
+    """Prevents a lab in which the supervisor never sees a GPU."""
+    assert parse(ask(*QUERY[1:]).stdout) == (
+        Gpu(
+            index=0,
+            name="NVIDIA GB10",
+            sm_clock_mhz=208,
+            max_sm_clock_mhz=3003,
+            power_watts=4.1,
+            utilisation_percent=0,
+            driver="580.95.05",
+        ),
+    )
