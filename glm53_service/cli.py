@@ -31,6 +31,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "TREE",
         "help": "look at a snapshot in place of this machine",
     },
+    "--compare": {
+        "type": Path,
+        "nargs": "+",
+        "metavar": "FILE",
+        "help": "lay what --json wrote on several nodes side by side",
+    },
     "--out": {"type": Path, "metavar": "DIR", "help": "a new folder (default: one with node and time)"},
     "--origin": {"action": "store_true", "help": "where each value comes from"},
 }
@@ -71,6 +77,12 @@ def _parser() -> argparse.ArgumentParser:
             _fabric,
             "the rails of this node and whether its peers answer; a fault has an exit code of its own",
             ("--json", "--from"),
+        ),
+        (
+            "doctor",
+            _doctor,
+            "read-only checks of this node; exit 10 for warnings, 11 for errors",
+            ("--json", "--from", "--compare"),
         ),
         (
             "snapshot",
@@ -197,6 +209,14 @@ def _fabric(arguments: argparse.Namespace) -> int:
     from glm53_service.doctor.commands import fabric_command, source_of
 
     return fabric_command(source_of(arguments.etc, arguments.tree), as_json=arguments.json)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from glm53_service.doctor.commands import compare_command, doctor_command, source_of
+
+    if arguments.compare:
+        return compare_command(arguments.compare, as_json=arguments.json)
+    return doctor_command(source_of(arguments.etc, arguments.tree), as_json=arguments.json)
 
 
 def _snapshot(arguments: argparse.Namespace) -> int:

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+EXIT_DOCTOR_WARNINGS = 10
+EXIT_DOCTOR_ERRORS = 11
+"""How `glm53 doctor` ends when its worst finding is a warning, or an error. 20 and up: `glm53 fabric`."""
+
 
 class Glm53Error(Exception):
     """An error with an exit code and a hint; `str()` is the whole message for a person."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -89,14 +90,28 @@ def glm53_image_content(inspect: Mapping[str, Any] | None) -> str:
 
 
 def _content() -> Any:
+    return _ours("glm53_service.artifacts.content")
+
+
+def _ours(name: str) -> Any:
     try:
-        from glm53_service.artifacts import content
+        return importlib.import_module(name)
     except ImportError as error:
         raise AnsibleFilterError(
             f"Found: {sys.executable} cannot import glm53_service ({error}). Expected: Ansible runs from the"
             " project's own environment. Fix: `make venv`, then .venv/bin/ansible-playbook"
         ) from error
-    return content
+
+
+def glm53_doctor(texts: list[str]) -> dict[str, list[str]]:
+    """Return the examinations of all nodes (`glm53 doctor --json`) side by side: a table's `lines`, the worst
+    first, and the `errors` in short.
+    """
+    examination = _ours("glm53_service.doctor.examination")
+    nodes = [examination.read_examination(text, f"node {number}") for number, text in enumerate(texts)]
+    findings = [*examination.compare(nodes), *(finding for node in nodes for finding in node.findings)]
+    errors = [f"{f.node}: {f.id}, {f.measured}" for f in findings if f.level == "error"]
+    return {"lines": examination.table(findings), "errors": errors}
 
 
 def glm53_file_differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,6 +181,7 @@ class FilterModule:
                 glm53_file_differences,
                 glm53_foreign_rails,
                 glm53_reasons,
+                glm53_doctor,
                 glm53_unset_rails,
             )
         }
