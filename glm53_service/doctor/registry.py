@@ -17,12 +17,14 @@ from glm53_service.doctor import (
     ports,
     rails,
     service,
+    speed,
 )
 from glm53_service.doctor.finding import Noun
 
 NOUNS: tuple[Noun[Any], ...] = (
     service.NOUN,
     rails.NOUN,
+    speed.NOUN,
     kernel.NOUN,
     driver.NOUN,
     accelerator.NOUN,

@@ -146,6 +146,17 @@ def glm53_foreign_rails(
     return {"adopted": adopted, "conflicts": conflicts}
 
 
+def glm53_measurements(nodes: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what to measure one after the other: each worker's rails with the head, both directions."""
+    head, *workers = nodes
+    return [
+        {"rail": number, "server": target["node"], "client": source["node"]}
+        for worker in workers
+        for number in range(min(len(head["fabric"]), len(worker["fabric"])))
+        for source, target in ((head, worker), (worker, head))
+    ]
+
+
 def glm53_reasons(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]:
     """Return, with the host's name, everything on any host that makes a restart of the pair necessary."""
     return [f"{host}: {why}" for host in hosts for why in hostvars[host].get("node_restart_reasons", [])]
@@ -182,6 +193,7 @@ class FilterModule:
                 glm53_foreign_rails,
                 glm53_reasons,
                 glm53_doctor,
+                glm53_measurements,
                 glm53_unset_rails,
             )
         }
