@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from glm53_service.settings import Settings
 
 ETC = Path("/etc/glm53")
+STATE = Path("/var/lib/glm53")
 ASK_SECONDS = 5.0
 OPTIONS: dict[str, dict[str, Any]] = {
     "--json": {"action": "store_true", "help": "for programs"},
@@ -31,6 +32,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "TREE",
         "help": "look at a snapshot in place of this machine",
     },
+    "--compare": {
+        "type": Path,
+        "nargs": "+",
+        "metavar": "FILE",
+        "help": "lay what --json wrote on several nodes side by side",
+    },
+    "--rail": {"type": int, "metavar": "N", "help": "measure this rail, counted from 0"},
+    "--serve": {"action": "store_true", "help": "be the side that receives, and wait for the other"},
+    "--peer": {"default": "", "metavar": "NODE", "help": "the other node (needed with more than two)"},
+    "--seconds": {"type": int, "default": 5, "help": "length of a measurement (%(default)s)"},
+    "--bytes": {"type": int, "default": 65536, "help": "size of a buffer (%(default)s)"},
     "--out": {"type": Path, "metavar": "DIR", "help": "a new folder (default: one with node and time)"},
     "--origin": {"action": "store_true", "help": "where each value comes from"},
 }
@@ -71,6 +83,18 @@ def _parser() -> argparse.ArgumentParser:
             _fabric,
             "the rails of this node and whether its peers answer; a fault has an exit code of its own",
             ("--json", "--from"),
+        ),
+        (
+            "doctor",
+            _doctor,
+            "read-only checks of this node; exit 10 for warnings, 11 for errors",
+            ("--json", "--from", "--compare"),
+        ),
+        (
+            "bandwidth",
+            _bandwidth,
+            "what the rails' last measurement said; with --rail: one side of a measurement (as root)",
+            ("--json", "--rail", "--serve", "--peer", "--seconds", "--bytes"),
         ),
         (
             "snapshot",
@@ -197,6 +221,35 @@ def _fabric(arguments: argparse.Namespace) -> int:
     from glm53_service.doctor.commands import fabric_command, source_of
 
     return fabric_command(source_of(arguments.etc, arguments.tree), as_json=arguments.json)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from glm53_service.doctor.commands import compare_command, doctor_command, source_of
+
+    if arguments.compare:
+        return compare_command(arguments.compare, as_json=arguments.json)
+    return doctor_command(source_of(arguments.etc, arguments.tree), as_json=arguments.json)
+
+
+def _bandwidth(arguments: argparse.Namespace) -> int:
+    from glm53_service.bandwidth.command import Wish, measure_command, show_command
+    from glm53_service.node import read_node
+
+    kept = STATE / "bandwidth.json"
+    if arguments.rail is None:
+        return show_command(kept, as_json=arguments.json)
+    try:
+        status = _ask(_gate_port(arguments.etc))
+    except UnavailableError:
+        status = None
+    wish = Wish(
+        rail=arguments.rail,
+        peer=arguments.peer,
+        serve=arguments.serve,
+        seconds=arguments.seconds,
+        buffer_bytes=arguments.bytes,
+    )
+    return measure_command(read_node(arguments.etc), wish, kept, status)
 
 
 def _snapshot(arguments: argparse.Namespace) -> int:

@@ -8,6 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+EXIT_DOCTOR_WARNINGS = 10
+EXIT_DOCTOR_ERRORS = 11
+"""How `glm53 doctor` ends when its worst finding is a warning, or an error. 20 and up: `glm53 fabric`."""
+
+EXIT_BANDWIDTH_STALE = 12
+EXIT_BANDWIDTH_LOW = 13
+"""How `glm53 bandwidth` ends when a rail has the speed of a stale initialisation, or another one too low."""
+
 
 class Glm53Error(Exception):
     """An error with an exit code and a hint; `str()` is the whole message for a person."""
@@ -44,6 +52,12 @@ class CommandError(UnavailableError):
     def __init__(self, message: str, *, code: int, out: str = "", err: str = "") -> None:
         super().__init__(message)
         self.code, self.out, self.err = code, out, err
+
+
+class BusyError(Glm53Error):
+    """It would disturb what serves (75 is sysexits' EX_TEMPFAIL: try again later)."""
+
+    exit_code = 75
 
 
 class GaveUpError(Glm53Error):

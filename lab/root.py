@@ -24,9 +24,10 @@ def create(paths: Paths, host: Host, tree: Path) -> None:
     root = paths.root(host)
     for name, content in text_files(host).items():
         put(root / name, content)
-    for name in ("nvidia-smi", "daemon.json", "glm53-lab-sysfs.service"):
-        target = {"nvidia-smi": "usr/bin", "daemon.json": "etc/docker"}.get(name, "etc/systemd/system")
-        put(root / target / name, (FILES / name).read_text(), 0o755 if name == "nvidia-smi" else 0o644)
+    for name in ("nvidia-smi", "ib_write_bw"):
+        put(root / "usr/bin" / name, (FILES / name).read_text(), 0o755)
+    for name, target in (("daemon.json", "etc/docker"), ("glm53-lab-sysfs.service", "etc/systemd/system")):
+        put(root / target / name, (FILES / name).read_text(), 0o644)
     wants = root / "etc/systemd/system/sysinit.target.wants"
     wants.mkdir(exist_ok=True)
     (wants / "glm53-lab-sysfs.service").symlink_to("/etc/systemd/system/glm53-lab-sysfs.service")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from glm53_service.doctor.finding import Finding, Level, Noun, error, good, info, warning
 from glm53_service.doctor.source import Source
 from glm53_service.errors import ConfigError, UnavailableError
 from glm53_service.fabric.links import ARGV, Link, parse_links
@@ -27,6 +29,7 @@ FILES = (
     "sys/class/infiniband/*/device/net/*/phys_port_name",
     "sys/class/infiniband/*/device/net/*/type",
     "sys/bus/pci/devices/*/vendor",
+    "proc/sys/net/ipv4/conf/*/arp_ignore",
 )
 
 
@@ -132,3 +135,106 @@ def as_data(view: View, node: Node | None) -> dict[str, object]:
         "trouble": msgspec.to_builtins(view.trouble) if view.trouble else None,
         "exit": code,
     }
+
+
+# The doctor's part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """The view, what each card's firmware is, where ARP is answered strictly, and whether verbs devices are
+    there (None: not told).
+    """
+
+    node: Node | None
+    view: View
+    firmware: dict[str, str]
+    arp_ignore: dict[str, int]
+    verbs: bool | None
+
+
+async def read(source: Source) -> Facts:
+    """Gather."""
+    try:
+        node = known_node(source.etc)
+    except ConfigError:
+        node = None
+    view = await view_of(source, node)
+    listed = await source.run("ls", "/dev/infiniband")
+    paths = source.names("proc/sys/net/ipv4/conf/*/arp_ignore")
+    values = {path.split("/")[-2]: source.read(path).strip() for path in paths}
+    return Facts(
+        node=node,
+        view=view,
+        firmware={
+            hca.name: found
+            for hca in view.hcas
+            if (found := source.read(f"sys/class/infiniband/{hca.name}/fw_ver").strip())
+        },
+        arp_ignore={name: int(value) for name, value in values.items() if value.isdigit()},
+        verbs=None if listed.code is None else "uverbs" in listed.out,
+    )
+
+
+def check(facts: Facts) -> Iterator[Finding]:
+    """Judge."""
+    view, fabric = facts.view, facts.view.fabric
+    if fabric is None:
+        yield info("fabric.rails", f"{len(view.hcas)} RDMA devices; no node.yaml says which rails are meant")
+        return
+    if view.trouble:
+        yield _finding(Level.ERROR, view.trouble)
+    for trouble in fabric.warnings:
+        yield _finding(Level.WARNING, trouble)
+    for reach in fabric.reach:
+        if reach.trouble and reach.trouble != view.trouble:
+            yield _finding(Level.WARNING, reach.trouble)
+    for hca in view.twins:
+        yield warning(
+            "fabric.unused_twin", twin_text(hca), "both twins behind a cable are rails", "see there"
+        )
+    for number, rail in enumerate(fabric.rails):
+        yield good("fabric.rails", f"rail {number}: {rail.line()}")
+    if view.hcas and facts.verbs is False:
+        yield error(
+            "fabric.verbs",
+            "/dev/infiniband has no uverbs device",
+            "one for each RDMA device: a container gets them from there",
+            "modprobe ib_uverbs (package rdma-core loads it at boot)",
+        )
+    yield from _shared_subnet(facts, fabric)
+
+
+def _finding(level: Level, trouble: Trouble) -> Finding:
+    return Finding(
+        id=f"fabric.{trouble.kind}",
+        level=level,
+        measured=trouble.text,
+        expected="rails that both nodes find and reach",
+        fix=trouble.fix or "docs/fabric.md has a row for it",
+    )
+
+
+def _shared_subnet(facts: Facts, fabric: Fabric) -> Iterator[Finding]:
+    """Two devices of one subnet: the kernel answers for either address on both, unless it is told not to."""
+    if len({rail.network for rail in fabric.rails}) == len(fabric.rails):
+        return
+    strict = facts.arp_ignore.get("all", 0)
+    loose = [r.netdev for r in fabric.rails if max(strict, facts.arp_ignore.get(r.netdev, 0)) == 0]
+    if facts.arp_ignore and loose:
+        yield warning(
+            "fabric.arp",
+            f"{', '.join(loose)} share a subnet and answer for each other's address (arp_ignore 0)",
+            "each device answers for its own address: else a rail's packets arrive on its twin",
+            "; ".join(f"sysctl -w net.ipv4.conf.{name}.arp_ignore=1" for name in loose),
+        )
+
+
+def parity(facts: Facts) -> dict[str, str]:
+    """Return what has to be equal on all nodes: the firmware of the cards, and how many rails are used."""
+    rails = len(facts.view.fabric.rails) if facts.view.fabric else 0
+    versions = sorted(set(facts.firmware.values()))
+    return {"fabric.firmware": ", ".join(versions), "fabric.rails": str(rails) if rails else ""}
+
+
+NOUN = Noun(name="fabric", read=read, check=check, files=FILES, parity=parity)

@@ -100,6 +100,17 @@ def _package(name: str) -> Any:
         ) from error
 
 
+def glm53_doctor(texts: list[str]) -> dict[str, list[str]]:
+    """Return the examinations of all nodes (`glm53 doctor --json`) side by side: a table's `lines`, the worst
+    first, and the `errors` in short.
+    """
+    examination = _package("doctor.examination")
+    nodes = [examination.read_examination(text, f"node {number}") for number, text in enumerate(texts)]
+    findings = [*examination.compare(nodes), *(finding for node in nodes for finding in node.findings)]
+    errors = [f"{f.node}: {f.id}, {f.measured}" for f in findings if f.level == "error"]
+    return {"lines": examination.table(findings), "errors": errors}
+
+
 def glm53_folder_differences(
     wanted: list[Mapping[str, Any]], found: list[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
@@ -252,6 +263,17 @@ def glm53_findings(
     ]
 
 
+def glm53_measurements(nodes: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what to measure one after the other: each worker's rails with the head, both directions."""
+    head, *workers = nodes
+    return [
+        {"rail": number, "server": target["node"], "client": source["node"]}
+        for worker in workers
+        for number in range(min(len(head["fabric"]), len(worker["fabric"])))
+        for source, target in ((head, worker), (worker, head))
+    ]
+
+
 def glm53_reasons(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]:
     """Return, with the host's name, everything on any host that makes a restart of the pair necessary."""
     return [f"{host}: {why}" for host in hosts for why in hostvars[host].get("node_restart_reasons", [])]
@@ -294,6 +316,8 @@ class FilterModule:
                 glm53_foreign_rails,
                 glm53_findings,
                 glm53_reasons,
+                glm53_doctor,
+                glm53_measurements,
                 glm53_unset_rails,
             )
         }

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from glm53_service.doctor.examination import examine
+from tests.unit.doctor_trees import NVIDIA, healthy
 from tests.unit.plugin_loader import load
 
 filters = load("filter", "glm53")
@@ -137,3 +142,14 @@ def test_netplan_definitions_are_found_by_name_pattern_and_membership() -> None:
 def test_docker_flavours(version: dict[str, Any], info: dict[str, Any], expected: str) -> None:
     """Defect: a rootless or snap docker is taken for the engine and fails only when a rank needs a device."""
     assert facts.docker_flavour(version, info) == expected
+
+
+def test_the_doctors_of_all_nodes_are_laid_side_by_side(tmp_path: Path) -> None:
+    """Defect: a difference between the nodes, which neither can see alone, is not told; or an error hides."""
+    texts = []
+    for host, more in ((1, {}), (2, {"proc/driver/nvidia/version": NVIDIA.format("580.126.09")})):
+        found = asyncio.run(examine(healthy(host, more=more).source(tmp_path / str(host))))
+        texts.append(msgspec.json.encode(found).decode())
+    shown = filters.glm53_doctor(texts)
+    assert shown["errors"][0] == "pair: parity.driver, spark-a has 580.95.05, spark-b has 580.126.09"
+    assert shown["lines"][0].split()[:3] == ["error", "pair", "parity.driver"]

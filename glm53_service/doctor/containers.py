@@ -1,0 +1,219 @@
+"""Docker and the NVIDIA container toolkit: which docker, how a rank gets the GPU, what limits ours have."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from glm53_service.doctor.finding import Finding, Noun, error, good, info, warning
+from glm53_service.doctor.source import Ran, Source
+
+MODE = re.compile(r'^\s*mode\s*=\s*"([a-z-]+)"', re.MULTILINE)
+TOOLKIT = re.compile(r"version (\d+\.\d+\.\d+)")
+FREEZES = "1.19.1"
+"""Hosts froze on CDI with this toolkit, and not in legacy mode (NVIDIA/nvidia-container-toolkit #1910)."""
+
+SHM_GIB = 16
+FORMAT = "{{json .}}"
+OTHERS = "{{.Names}} {{.Image}}"
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Containers:
+    """`mode` is the toolkit's (auto, legacy, cdi; empty: no config.toml), `ours` the ranks' inspects."""
+
+    problem: str
+    version: dict[str, Any]
+    info: dict[str, Any]
+    mode: str
+    toolkit: str
+    daemon: dict[str, Any]
+    ours: tuple[dict[str, Any], ...]
+    others: tuple[str, ...]
+
+
+async def read(source: Source) -> Containers:
+    """Gather."""
+    version = await source.run("docker", "version", "--format", FORMAT)
+    about = await source.run("docker", "info", "--format", FORMAT)
+    listed = await source.run("docker", "ps", "--all", "--quiet", "--filter", "label=glm53.rank")
+    ids = listed.out.split()
+    inspects = await source.run("docker", "inspect", *ids) if ids else Ran(code=0, out="[]")
+    running = await source.run("docker", "ps", "--format", OTHERS)
+    config = source.read("etc/nvidia-container-runtime/config.toml")
+    mode = MODE.search(config)
+    toolkit = TOOLKIT.search((await source.run("nvidia-ctk", "--version")).out)
+    names = [line for line in running.out.splitlines() if not line.startswith("glm53-")]
+    return Containers(
+        problem="" if version.ok and about.ok else (version.err or about.err or "docker says nothing"),
+        version=_mapping(version.out),
+        info=_mapping(about.out),
+        mode=mode[1] if mode else "auto" if config else "",
+        toolkit=toolkit[1] if toolkit else "",
+        daemon=_mapping(source.read("etc/docker/daemon.json")),
+        ours=tuple(_list(inspects.out)),
+        others=tuple(names),
+    )
+
+
+def check(found: Containers) -> Iterator[Finding]:
+    """Judge."""
+    if found.problem:
+        yield error(
+            "docker.answers",
+            found.problem.strip()[:200],
+            "docker answers (this account is root or in group docker)",
+            "systemctl status docker; run the doctor as root",
+        )
+        return
+    yield from _flavour(found)
+    yield from _gpu(found)
+    driver = found.info.get("LoggingDriver", "")
+    if driver == "json-file" and "max-size" not in (found.daemon.get("log-opts") or {}):
+        yield info(
+            "docker.logs",
+            "json-file without a limit for other containers (ours log to journald)",
+            'a limit: {"log-opts": {"max-size": "50m", "max-file": "3"}} in /etc/docker/daemon.json',
+            "set it while the pair is stopped: docker has to be restarted",
+        )
+    for inspect in found.ours:
+        yield from _limits(inspect)
+    if found.others:
+        yield info(
+            "docker.others",
+            ", ".join(found.others[:6]),
+            "no container beside the ranks that uses the GPU or its memory",
+            "docker stop what is not needed",
+        )
+
+
+def _flavour(found: Containers) -> Iterator[Finding]:
+    engine = (found.version.get("Server") or {}).get("Version", "?")
+    options = found.info.get("SecurityOptions") or []
+    root = str(found.info.get("DockerRootDir", ""))
+    wrong = (
+        "rootless docker"
+        if any("rootless" in option for option in options)
+        else "docker from a snap"
+        if root.startswith("/var/snap/")
+        else ""
+    )
+    if wrong:
+        yield error(
+            "docker.flavour",
+            wrong,
+            "Docker Engine of the system: the ranks need the GPU and locked memory",
+            "install docker-ce (or what DGX OS has), and make its context the default",
+        )
+    else:
+        yield good("docker.flavour", f"Docker Engine {engine}, {found.info.get('Driver', '?')}")
+
+
+def _gpu(found: Containers) -> Iterator[Finding]:
+    runtimes = sorted(found.info.get("Runtimes") or {})
+    devices = [str(device.get("ID")) for device in found.info.get("DiscoveredDevices") or []]
+    cdi = [name for name in devices if name.startswith("nvidia.com/gpu")]
+    measured = (
+        f"toolkit {found.toolkit or 'none'}, mode {found.mode or 'none'}, runtimes {', '.join(runtimes)},"
+        f" {len(cdi)} CDI devices"
+    )
+    nvidia = any(name.startswith("nvidia") for name in runtimes)
+    if not found.toolkit and not nvidia and not cdi:
+        yield warning(
+            "docker.gpu",
+            measured,
+            "NVIDIA's container toolkit (a machine without a GPU serves only with glm53_device: cpu)",
+            "install nvidia-container-toolkit, then `nvidia-ctk runtime configure --runtime=docker`",
+        )
+    elif found.mode == "cdi" and not cdi:
+        yield error(
+            "docker.gpu",
+            measured,
+            "mode cdi needs a specification: else --gpus fails ('invoking the runtime hook directly')",
+            "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml; restart docker while the pair is stopped",
+        )
+    elif not nvidia and not cdi:
+        yield error(
+            "docker.gpu",
+            measured,
+            "the runtime `nvidia`, or CDI devices: else no container gets the GPU",
+            "nvidia-ctk runtime configure --runtime=docker; restart docker while the pair is stopped",
+        )
+    elif found.toolkit == FREEZES and (found.mode == "cdi" or cdi):
+        yield warning(
+            "docker.gpu",
+            measured,
+            f"hosts froze on CDI with toolkit {FREEZES}; in legacy mode they did not",
+            "another toolkit version, the same on both nodes; do not change the mode on the way",
+        )
+    else:
+        yield good("docker.gpu", measured)
+
+
+def _limits(inspect: dict[str, Any]) -> Iterator[Finding]:
+    host = inspect.get("HostConfig") or {}
+    name = str(inspect.get("Name", "?")).lstrip("/")
+    devices = [str(device.get("PathOnHost")) for device in host.get("Devices") or []]
+    locked = [limit for limit in host.get("Ulimits") or [] if limit.get("Name") == "memlock"]
+    if "/dev/infiniband" in devices and not any(limit.get("Hard") == -1 for limit in locked):
+        yield error(
+            "docker.memlock",
+            f"{name}: memlock {locked[0].get('Hard') if locked else 'as docker has it'}",
+            "unlimited: RDMA pins memory, and registering it fails",
+            "is that container of this release? systemctl restart glm53-head",
+        )
+    shm = int(host.get("ShmSize") or 0)
+    if shm > SHM_GIB * GIB:
+        yield warning(
+            "docker.shm",
+            f"{name}: {shm / GIB:.0f} GiB of shared memory",
+            f"at most {SHM_GIB} GiB: it is the same memory that the model needs",
+            "is that container of this release? systemctl restart glm53-head",
+        )
+    policy = (host.get("RestartPolicy") or {}).get("Name") or "no"
+    if policy != "no":
+        yield error(
+            "docker.restart",
+            f"{name}: restart policy {policy}",
+            "no: a rank that docker restores alone hangs beside the other",
+            f"docker update --restart=no {name}",
+        )
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _list(text: str) -> list[dict[str, Any]]:
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return []
+    return [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
+
+
+def parity(found: Containers) -> dict[str, str]:
+    """Return what has to be equal on all nodes."""
+    server = found.version.get("Server") or {}
+    return {
+        "docker": str(server.get("Version", "")),
+        "docker.toolkit": found.toolkit,
+        "docker.mode": found.mode,
+    }
+
+
+NOUN = Noun(
+    name="docker",
+    read=read,
+    check=check,
+    files=("etc/docker/daemon.json", "etc/nvidia-container-runtime/config.toml"),
+    parity=parity,
+)
