@@ -9,68 +9,32 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from glm53_service.node import Node, load_node
-from glm53_service.notify import Notifier
-from glm53_service.settings import load_settings
-from glm53_service.supervisor import service
-from glm53_service.supervisor.follow import Follower
-from glm53_service.supervisor.lead import Lead
-from glm53_service.supervisor.world import World
+from tests.here import TICKS, gate_host, pss_mib, supervise, ticks
 from tests.unit.doubles import FakeApi, FakeContainer, FakeDocker, free_port, settings_text
 
 SECONDS = 60
 NAMES = ("a", "b", "c", "d")
-TICKS = os.sysconf("SC_CLK_TCK")
+TIMES = {"heartbeat_seconds": 1.0, "lease_seconds": 4.0, "peer_lost_seconds": 8.0}
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def node(name: str, port: int) -> Node:
-    """Return node.yaml of one of four nodes, all of them on loopback."""
-    rows = "".join(
-        f"{{node: {n}, management: 127.0.0.{i}, fabric: [127.0.1.{i}]}}," for i, n in enumerate(NAMES, 1)
-    )
-    text = f"{{version: 1, cluster: unit, node: {name}, supervisor_port: {port}, nodes: [{rows}]}}"
-    return load_node(text, "node.yaml")
-
-
-async def links(argv: Sequence[str]) -> str:
-    """Answer for `ip` and `systemctl`."""
-    if argv[0] == "systemctl":
-        return "active\n"
-    device = {"flags": ["LOWER_UP"], "mtu": 9000}
-    return json.dumps(
-        [
-            {**device, "ifname": f"f{i}", "addr_info": [{"family": "inet", "local": f"127.0.1.{i}"}]}
-            for i in range(1, 5)
-        ]
-    )
-
-
-async def supervise(name: str, folder: Path, ports: list[int]) -> None:
+async def run(name: str, folder: Path, ports: list[int]) -> None:
     """Run one supervisor with the product's own times."""
     peers, gate, api = ports
-    service.LOOPBACK = f"127.0.3.{NAMES.index(name) + 1}"  # every follower's gate has the same port
-    world = World(runner=links, notifier=Notifier({}), state=folder / name)
-    if name == "a":
-        times = {"heartbeat_seconds": 1.0, "lease_seconds": 4.0, "peer_lost_seconds": 8.0}
-        text = settings_text(folder / "model", api={"port": api}, gate={"port": gate}, supervision=times)
-        settings = load_settings(text, "settings.yaml")
-        docker, server = FakeDocker(), Server(api)
+    docker, server = FakeDocker(), Server(api)
+    if name == NAMES[0]:
         docker.on_start, docker.on_exit = server.start, server.stop
-        await Lead(node(name, peers), settings, ("ab" * 32,), "r1", docker, world).run()
-    else:
-        await Follower(node(name, peers), ("ab" * 32,), "r1", FakeDocker(), world).run()
+    settings = settings_text(folder / "model", api={"port": api}, gate={"port": gate}, supervision=TIMES)
+    await supervise(name, NAMES, peers, folder, settings, docker)
 
 
 class Server:
@@ -100,7 +64,7 @@ async def serve_api(port: int) -> None:
 
 
 def measure(folder: Path) -> None:
-    """Start API, lead and three followers, wait until they serve, and print memory and processor of each."""
+    """Start a lead and three followers, wait until they serve, and print memory and processor of each."""
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text("{}")
     ports = [free_port() for _ in range(3)]
@@ -112,7 +76,7 @@ def measure(folder: Path) -> None:
         for name in NAMES
     }
     try:
-        wait_until_serving(ports[1])
+        wait_until_serving(f"http://{gate_host(1)}:{ports[1]}/status")
         before = {name: ticks(processes[name].pid) for name in NAMES}
         time.sleep(SECONDS)
         print("| supervisor | PSS MiB | % of a core |\n|---|---|---|")
@@ -127,30 +91,19 @@ def measure(folder: Path) -> None:
             process.wait()
 
 
-def wait_until_serving(port: int) -> None:
-    """Return once the lead's gate says ready; 60 s is the budget."""
-    ends, now = time.monotonic() + 60, {}
+def wait_until_serving(gate: str) -> dict[str, Any]:
+    """Return the lead's status once its gate says ready; 60 s is the budget."""
+    ends = time.monotonic() + 60
+    now: dict[str, Any] = {}
     while time.monotonic() < ends:
         try:
-            now = json.load(OPENER.open(f"http://127.0.3.1:{port}/status", timeout=2))
+            now = json.load(OPENER.open(gate, timeout=2))
         except (urllib.error.URLError, OSError):
             now = {}
         if now.get("ready"):
-            return
+            return now
         time.sleep(0.2)
-    raise SystemExit(f"crowd: never ready: {now}")
-
-
-def ticks(pid: int) -> int:
-    """Return a process's user and system time in clock ticks."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
-
-
-def pss_mib(pid: int) -> float:
-    """Return a process's proportional set size."""
-    text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
-    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) / 1024
+    raise SystemExit(f"never ready: {now}")
 
 
 def main() -> None:
@@ -166,7 +119,7 @@ def main() -> None:
     elif given.name == "api":
         asyncio.run(serve_api(given.ports[2]))
     else:
-        asyncio.run(supervise(given.name, given.folder, given.ports))
+        asyncio.run(run(given.name, given.folder, given.ports))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from lab.api import Lab
 from tests.faults import hosts, tensorfold
 from tests.faults.harness import Drill, row, run
 from tests.lab.conftest import HEAD, WORKER, Pair, Run, play
-from tests.soak import soak
+from tests.soak import OnLab, soak
 
 IN_CI = {
     "rank 1 killed",
@@ -62,7 +62,7 @@ def test_a_drill(double: Pair, drill: Drill) -> None:
 
 def test_mixed_load_raises_no_alarm(double: Pair) -> None:
     """Prevents a supervisor that ends a healthy pair: the short form of `make soak`."""
-    seen = asyncio.run(soak(double, 75.0))
+    seen = asyncio.run(soak(OnLab(double), 75.0))
     assert (seen.alarms, seen.wrong) == ([], [])
     assert seen.requests.total() > 10
     assert seen.looks > 50
