@@ -51,7 +51,11 @@ async def links(argv: Sequence[str]) -> str:
     device = {"flags": ["LOWER_UP"], "mtu": 9000}
     return json.dumps(
         [
-            {**device, "ifname": f"f{i}", "addr_info": [{"family": "inet", "local": f"127.0.1.{i}"}]}
+            {
+                **device,
+                "ifname": f"f{i}",
+                "addr_info": [{"family": "inet", "local": f"127.0.1.{i}", "prefixlen": 24}],
+            }
             for i in range(1, 5)
         ]
     )
