@@ -43,6 +43,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--peer": {"default": "", "metavar": "NODE", "help": "the other node (needed with more than two)"},
     "--seconds": {"type": int, "default": 5, "help": "length of a measurement (%(default)s)"},
     "--bytes": {"type": int, "default": 65536, "help": "size of a buffer (%(default)s)"},
+    "--gather": {"action": "store_true", "help": "this node's part of an all-gather of all nodes"},
+    "--image": {"default": "", "help": "engine image of the all-gather (default: the one from the head)"},
+    "--device": {"default": "cuda", "choices": ("cuda", "cpu"), "help": "nccl, or gloo (%(default)s)"},
     "--out": {"type": Path, "metavar": "DIR", "help": "a new folder (default: one with node and time)"},
     "--origin": {"action": "store_true", "help": "where each value comes from"},
 }
@@ -94,7 +97,17 @@ def _parser() -> argparse.ArgumentParser:
             "bandwidth",
             _bandwidth,
             "what the rails' last measurement said; with --rail: one side of a measurement (as root)",
-            ("--json", "--rail", "--serve", "--peer", "--seconds", "--bytes"),
+            (
+                "--json",
+                "--rail",
+                "--serve",
+                "--peer",
+                "--seconds",
+                "--bytes",
+                "--gather",
+                "--image",
+                "--device",
+            ),
         ),
         (
             "snapshot",
@@ -232,16 +245,20 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _bandwidth(arguments: argparse.Namespace) -> int:
-    from glm53_service.bandwidth.command import Wish, measure_command, show_command
+    from glm53_service.bandwidth.command import Wish, gather_command, measure_command, show_command
     from glm53_service.node import read_node
 
     kept = STATE / "bandwidth.json"
-    if arguments.rail is None:
+    if arguments.rail is None and not arguments.gather:
         return show_command(kept, as_json=arguments.json)
     try:
         status = _ask(_gate_port(arguments.etc))
     except UnavailableError:
         status = None
+    node = read_node(arguments.etc)
+    if arguments.gather:
+        cuda, image = arguments.device == "cuda", arguments.image
+        return gather_command(node, image, kept, status, cuda=cuda)
     wish = Wish(
         rail=arguments.rail,
         peer=arguments.peer,
@@ -249,7 +266,7 @@ def _bandwidth(arguments: argparse.Namespace) -> int:
         seconds=arguments.seconds,
         buffer_bytes=arguments.bytes,
     )
-    return measure_command(read_node(arguments.etc), wish, kept, status)
+    return measure_command(node, wish, kept, status)
 
 
 def _snapshot(arguments: argparse.Namespace) -> int:

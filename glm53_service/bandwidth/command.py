@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from glm53_service.bandwidth.measure import Result, Verdict, argv, parse, read_results, remember, run_side
+from glm53_service.bandwidth.gather import Gathered, gather
+from glm53_service.bandwidth.measure import Result, Verdict, argv, parse, read_kept, remember, run_side
 from glm53_service.errors import (
     EXIT_BANDWIDTH_LOW,
     EXIT_BANDWIDTH_STALE,
@@ -27,6 +27,9 @@ from glm53_service.node import Node, Peer
 from glm53_service.run import Runner, run
 
 BUSY = ("preparing", "starting", "checking", "serving", "running", "ending")
+GATHER_SECONDS = 150.0
+"""For an all-gather's container: its libraries are read from disk, and the nodes wait for each other."""
+
 GRACE_SECONDS = 30.0
 """Beyond the test itself: for the other side to come, and for the queue pairs to be set up."""
 
@@ -46,12 +49,36 @@ class Wish:
 
 def show_command(path: Path, *, as_json: bool) -> int:
     """Print what was measured last, and return the code of the worst."""
-    results = read_results(path)
+    kept = read_kept(path)
+    codes = [EXITS[result.verdict] for result in kept.results]
+    lines = [line(result) for result in kept.results]
+    if kept.gathered:
+        codes.append(EXIT_BANDWIDTH_LOW if kept.gathered.problem else 0)
+        lines.append(gather_line(kept.gathered))
     if as_json:
-        print(json.dumps([{**msgspec.to_builtins(r), "verdict": r.verdict} for r in results], indent=1))
+        print(msgspec.json.format(msgspec.json.encode(kept), indent=1).decode())
     else:
-        print("\n".join(map(line, results)) or "nothing was measured yet: playbooks/bandwidth.yml does it")
-    return max((EXITS[result.verdict] for result in results), default=0)
+        print("\n".join(lines) or "nothing was measured yet: playbooks/bandwidth.yml does it")
+    return max(codes, default=0)
+
+
+def gather_command(
+    node: Node,
+    image: str,
+    path: Path,
+    status: Mapping[str, Any] | None,
+    *,
+    cuda: bool,
+    root: Path = Path("/"),
+) -> int:
+    """Run this node's part of an all-gather; rank 0 keeps the result. BusyError as above."""
+    refuse_when_busy(status)
+    runner = functools.partial(run, timeout_seconds=GATHER_SECONDS)
+    found = asyncio.run(gather(node, image=image, cuda=cuda, runner=runner, root=root, at=time.time()))
+    if found.rank == 0:
+        remember(path, found)
+    print(gather_line(found))
+    return EXIT_BANDWIDTH_LOW if found.problem else 0
 
 
 def measure_command(
@@ -119,6 +146,15 @@ def _peer(node: Node, wish: Wish) -> Peer:
     if found is None:
         raise UsageError(f"--peer {wish.peer!r}: expected one of {', '.join(peer.node for peer in others)}")
     return found
+
+
+def gather_line(found: Gathered) -> str:
+    """Return an all-gather for a person."""
+    when = time.strftime("%Y-%m-%d %H:%M", time.gmtime(found.at))
+    return (
+        f"all-gather of {found.bytes / 1e6:.0f} MB over {found.world} nodes ({found.backend}):"
+        f" {found.gbytes:.2f} GB/s, {found.problem or 'right'} ({when} UTC)"
+    )
 
 
 def line(result: Result) -> str:

@@ -6,7 +6,6 @@ A card that came up wrong looks healthy everywhere else: 200000 Mb/s, PCIe Gen5 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from enum import StrEnum
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from glm53_service.bandwidth.gather import Gathered
 from glm53_service.errors import CommandError, UnavailableError, UsageError
 from glm53_service.fabric.rails import Rail
 from glm53_service.files import write_durably
@@ -126,30 +126,39 @@ async def run_side(command: Sequence[str], runner: Runner) -> str:
         raise UnavailableError(error.message, hint="apt install perftest, on every node") from None
 
 
-def remember(path: Path, result: Result) -> None:
-    """Keep the newest result of each rail and direction in `path`."""
-    kept = [
-        old
-        for old in read_results(path)
-        if (old.source, old.target, old.rail) != (result.source, result.target, result.rail)
-    ]
-    data = msgspec.to_builtins(sorted([*kept, result], key=lambda r: (r.source, r.target, r.rail)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, json.dumps({"version": 1, "results": data}, indent=1) + "\n")
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """What bandwidth.json holds: the newest result of each rail and direction, and the newest all-gather."""
+
+    version: int = 1
+    results: tuple[Result, ...] = ()
+    gathered: Gathered | None = None
+
+
+def remember(path: Path, new: Result | Gathered) -> None:
+    """Keep `new` in `path`, in place of what was measured the same way before."""
+    kept = read_kept(path)
+    if isinstance(new, Gathered):
+        kept = msgspec.structs.replace(kept, gathered=new)
+    else:
+        same = (new.source, new.target, new.rail)
+        others = [old for old in kept.results if (old.source, old.target, old.rail) != same]
+        ordered = sorted([*others, new], key=lambda r: (r.source, r.target, r.rail))
+        kept = msgspec.structs.replace(kept, results=tuple(ordered))
+    write_durably(path, msgspec.json.format(msgspec.json.encode(kept), indent=1).decode() + "\n")
     path.chmod(0o644)
 
 
-def read_results(path: Path) -> tuple[Result, ...]:
-    """Return the results in `path`; none where there is no such file, or it is none of ours."""
+def read_kept(path: Path) -> Kept:
+    """Return what is in `path`; nothing where there is no such file, or it is none of ours."""
     try:
-        return results_in(path.read_text(encoding="utf-8"))
+        return kept_in(path.read_text(encoding="utf-8"))
     except OSError:
-        return ()
+        return Kept()
 
 
-def results_in(text: str) -> tuple[Result, ...]:
-    """Return the results in the text of such a file."""
+def kept_in(text: str) -> Kept:
+    """Return what is in the text of such a file."""
     try:
-        return msgspec.convert(json.loads(text)["results"], tuple[Result, ...])
-    except (ValueError, KeyError, TypeError, msgspec.ValidationError):
-        return ()
+        return msgspec.json.decode(text, type=Kept)
+    except msgspec.DecodeError:
+        return Kept()

@@ -143,7 +143,7 @@ def as_data(view: View, node: Node | None) -> dict[str, object]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """The view, what each card's firmware is, where ARP is answered strictly, and whether verbs devices are
-    there (None: not told).
+    there (None: not told). `rdma`: whether ranks need them; None: this node does not know.
     """
 
     node: Node | None
@@ -151,6 +151,7 @@ class Facts:
     firmware: dict[str, str]
     arp_ignore: dict[str, int]
     verbs: bool | None
+    rdma: bool | None
 
 
 async def read(source: Source) -> Facts:
@@ -173,6 +174,7 @@ async def read(source: Source) -> Facts:
         },
         arp_ignore={name: int(value) for name, value in values.items() if value.isdigit()},
         verbs=None if listed.code is None else "uverbs" in listed.out,
+        rdma=needs_rdma(source.etc, node) if node and node.rank == 0 else None,
     )
 
 
@@ -195,8 +197,9 @@ def check(facts: Facts) -> Iterator[Finding]:
         )
     for number, rail in enumerate(fabric.rails):
         yield good("fabric.rails", f"rail {number}: {rail.line()}")
-    if view.hcas and facts.verbs is False:
-        yield error(
+    if view.hcas and facts.verbs is False and facts.rdma is not False:
+        level = error if facts.rdma else warning
+        yield level(
             "fabric.verbs",
             "/dev/infiniband has no uverbs device",
             "one for each RDMA device: a container gets them from there",

@@ -71,7 +71,7 @@ class Rank:
         self._tasks: list[asyncio.Task[None]] = []
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._last_error = ""
-        self._network: Network | None = None
+        self._network = Network()
         self._guard_files: dict[str, str] = {}
         self._epoch = 0
         self.report = Report()
@@ -128,7 +128,7 @@ class Rank:
         self._container = await self._docker.create(spec)
         self._tail.clear()
         self._last_error, self._guard_files = "", {}
-        self._network = Network() if launch.settings.device == "cuda" else None
+        self._network = Network()
         self._set(RankState.CREATED, command=spec.shell(), fabric=fabric)
 
     @property
@@ -321,7 +321,7 @@ class Rank:
 
     def _read_network(self, text: str) -> None:
         """Notice that NCCL took TCP: it serves, at a fraction of the speed, and nothing else would say so."""
-        trouble = self._network.read(text) if self._network else None
+        trouble = self._network.read(text)
         fabric = self.report.fabric
         if trouble is not None and fabric is not None:
             log.warning(event(f"rank {self._rank}: {trouble}"))

@@ -100,15 +100,15 @@ def _package(name: str) -> Any:
         ) from error
 
 
-def glm53_doctor(texts: list[str]) -> dict[str, list[str]]:
-    """Return the examinations of all nodes (`glm53 doctor --json`) side by side: a table's `lines`, the worst
-    first, and the `errors` in short.
+def glm53_doctor(texts: list[str]) -> dict[str, Any]:
+    """Return the examinations of all nodes (`glm53 doctor --json`) side by side: a `table` for a person, the
+    worst first, and the `errors` in short.
     """
     examination = _package("doctor.examination")
     nodes = [examination.read_examination(text, f"node {number}") for number, text in enumerate(texts)]
     findings = [*examination.compare(nodes), *(finding for node in nodes for finding in node.findings)]
     errors = [f"{f.node}: {f.id}, {f.measured}" for f in findings if f.level == "error"]
-    return {"lines": examination.table(findings), "errors": errors}
+    return {"table": "\n".join(examination.table(findings)), "errors": errors}
 
 
 def glm53_folder_differences(

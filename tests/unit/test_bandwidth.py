@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
@@ -14,7 +15,8 @@ import pytest
 
 from glm53_service.bandwidth import command
 from glm53_service.bandwidth.command import Wish, measure, refuse_when_busy, show_command
-from glm53_service.bandwidth.measure import Result, Verdict, argv, judge, parse, read_results, remember
+from glm53_service.bandwidth.gather import MARK, Gathered, gather
+from glm53_service.bandwidth.measure import Result, Verdict, argv, judge, parse, read_kept, remember
 from glm53_service.doctor import speed
 from glm53_service.errors import BusyError, CommandError, UnavailableError, UsageError
 from glm53_service.fabric.links import ARGV
@@ -173,7 +175,7 @@ def test_the_newest_result_of_a_rail_is_kept(tmp_path: Path, capsys: pytest.Capt
     path = tmp_path / "state/bandwidth.json"
     for kept in (result(1, 13.1), result(0, 96.4), result(1, 93.5), result(1, 90.1, source="spark-b")):
         remember(path, kept)
-    assert [(r.source, r.rail, r.gbits) for r in read_results(path)] == [
+    assert [(r.source, r.rail, r.gbits) for r in read_kept(path).results] == [
         ("spark-a", 0, 96.4),
         ("spark-a", 1, 93.5),
         ("spark-b", 1, 90.1),
@@ -260,3 +262,83 @@ def test_a_measurement_of_a_busy_pair_runs_nothing(tmp_path: Path, monkeypatch: 
     with pytest.raises(BusyError):
         command.measure_command(node, WISH, tmp_path / "b.json", {"state": "serving"})
     assert not (tmp_path / "b.json").exists()
+
+
+# The all-gather
+
+PRINTED = (
+    'NCCL INFO x\nGLM53-ALLGATHER {"rank": 0, "world": 2, "bytes": 33554432, "seconds": 0.0015,'
+    ' "right": %s, "gbytes": %s}\n'
+)
+
+
+def gathered(tmp_path: Path, printed: str, *, host: int = 1, image: str = "") -> tuple[Gathered, list[str]]:
+    """Return one node's part of an all-gather, and the docker command that it ran."""
+    source = healthy(host).source(tmp_path)
+    ran: list[str] = []
+
+    async def runner(given: Sequence[str]) -> str:
+        if given[:2] != ("docker", "run"):
+            return await source.runner(given)
+        ran.extend(given)
+        return printed
+
+    node = load_node((source.etc / "node.yaml").read_text(), "node.yaml")
+    found = asyncio.run(gather(node, image=image, cuda=True, runner=runner, root=source.root, at=9.0))
+    return found, ran
+
+
+def test_the_all_gather_runs_as_a_rank_does(tmp_path: Path) -> None:
+    """Prevents a figure of other devices, of another image, or of a container that pulls or stays."""
+    _, ran = gathered(tmp_path, PRINTED % ("true", "17.5"), host=2)
+    variables = dict(word.split("=", 1) for word in ran if "=" in word and word.split("=")[0].isupper())
+    assert {
+        key: variables[key] for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "BACKEND", "NCCL_IB_HCA")
+    } == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "192.0.2.1",
+        "BACKEND": "nccl",
+        "NCCL_IB_HCA": "=rocep1s0f1,roceP2p1s0f1",
+    }
+    assert ran[ran.index("--pull") + 1] == "never"
+    assert {"--rm", "memlock=-1:-1", "/dev/infiniband"} <= set(ran)
+    assert ran[-3:-1] == ["sha256:77", "-c"]  # the one that came from the head
+    assert int(variables["BYTES"]) <= 64 * 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("right", "gbytes", "said"),
+    [
+        ("true", "17.5", ""),
+        ("true", "2.9", "NCCL did not take RDMA"),
+        ("false", "17.5", "not the one that its node"),
+    ],
+)
+def test_an_all_gather_must_be_right_and_faster_than_tcp(
+    right: str, gbytes: str, said: str, tmp_path: Path
+) -> None:
+    """Prevents (report 18) 3 GB/s, or wrong bytes, from passing as a working pair."""
+    found, _ = gathered(tmp_path, PRINTED % (right, gbytes), image="unit/engine:7")
+    assert said in found.problem
+    assert bool(found.problem) is bool(said)
+    remember(tmp_path / "b.json", found)
+    remember(tmp_path / "b.json", result(0, 95.0))
+    assert show_command(tmp_path / "b.json", as_json=False) == (13 if said else 0)
+
+
+def test_an_all_gather_without_a_result_says_the_last_line(tmp_path: Path) -> None:
+    """Prevents a container that failed from being kept as a measurement."""
+    with pytest.raises(UnavailableError, match="no result: ModuleNotFoundError: torch"):
+        gathered(tmp_path, "Traceback\nModuleNotFoundError: torch\n", image="unit/engine:7")
+
+
+def test_the_script_in_the_image_says_what_is_read() -> None:
+    """Prevents two marks, in the script that the image runs and in what reads its output."""
+    text = (Path(command.__file__).parent / "allgather.py").read_text()
+    marks = [
+        ast.literal_eval(node.value)
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MARK"
+    ]
+    assert marks == [MARK]

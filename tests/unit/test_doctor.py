@@ -61,6 +61,8 @@ KILLED = "Out of memory: Killed process 4711 (python3) total-vm:1\n"
 LINKS = ("find", MODEL, *artifacts.DANGLING)
 WEIGHTS = ("find", "-L", MODEL, *artifacts.FILES[1:])
 DOCKER_DISK = ("df", "--output=avail", "-B1", "/var/lib/docker")
+VERBS = ("ls", "/dev/infiniband")
+CPU = SETTINGS.replace('"tensorfold", ', '"vllm", "device": "cpu", "vllm": {"kv_cache_memory": "1G"}, ', 1)
 ACTIVE = ("systemctl", "is-active", *ports.UNITS)
 CDI = {"etc/nvidia-container-runtime/config.toml": 'mode = "cdi"\n'}
 AER = "pcieport 0000:00:00.0: AER: Uncorrectable (Fatal) error message received from 0000:01:00.0\n"
@@ -170,7 +172,8 @@ CASES = [
      "error service.files", "api.port: found 0"),
     ("10 silent twin", healthy(silent={"198.51.100.2"}), "warning fabric.peer_silent", "198.51.100.2"),
     ("15 MTU", healthy(short={"192.0.2.2"}), "error fabric.mtu_differs", "none of 8972 bytes"),
-    ("no verbs", healthy(says={("ls", "/dev/infiniband"): (2, "")}), "error fabric.verbs", "no uverbs"),
+    ("no verbs", healthy(says={VERBS: (2, "")}), "error fabric.verbs", "no uverbs"),
+    ("no verbs on a worker", healthy(2, says={VERBS: (2, "")}), "warning fabric.verbs", "no uverbs"),
 ]  # fmt: skip
 
 
@@ -197,6 +200,7 @@ def test_each_report_is_found(
         healthy(says={QUERY: (0, gpu_row(1980, 41.0, 96))}, more=CAP),
         healthy(more={"proc/meminfo": LOW.replace("5700000", "8400000")}, says=SERVING),
         healthy(says={SLEEP: (0, "static\n" * 4)}),
+        healthy(says={VERBS: (2, "")}, more={"etc/glm53/settings.yaml": CPU}),
         healthy(says={ports.LISTENING: (0, TAKEN), ACTIVE: (0, "active\ninactive\n")}),
         healthy(says={daemons.RUNNING: (0, "systemd-timesyncd.service loaded active running x\n")}),
         healthy(more=CDI, says=info_with(DiscoveredDevices=CDI_DEVICE, Runtimes={"runc": {}})),

@@ -119,15 +119,12 @@ def test_a_difference_in_mtu_is_refused_with_both_values(tmp_path: Path) -> None
 
 def test_a_network_that_nccl_did_not_take_is_a_warning_in_status(tmp_path: Path) -> None:
     """Prevents half an hour of wondering why it is slow: a rank that talks over TCP says so in status."""
-    from glm53_service.fabric.nccl import Network
 
     async def story(pair: Pair) -> None:
+        pair.docker["b"].said = ["x:1:1 [0] NCCL INFO NET/Socket : Using [0]f2:127.0.1.2<0>"]
         pair.start("a")
         pair.start("b")
         await pair.serving(1)
-        rank = pair.service["b"]._rank
-        rank._network = Network()
-        rank._read_network("x:1:1 [0] NCCL INFO NET/Socket : Using [0]f2:127.0.1.2<0>")
         await pair.until(
             lambda: "NCCL took NET/Socket" in str(pair.service["a"].status().ranks[1].warnings), "warned"
         )

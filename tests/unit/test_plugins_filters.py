@@ -152,4 +152,4 @@ def test_the_doctors_of_all_nodes_are_laid_side_by_side(tmp_path: Path) -> None:
         texts.append(msgspec.json.encode(found).decode())
     shown = filters.glm53_doctor(texts)
     assert shown["errors"][0] == "pair: parity.driver, spark-a has 580.95.05, spark-b has 580.126.09"
-    assert shown["lines"][0].split()[:3] == ["error", "pair", "parity.driver"]
+    assert shown["table"].splitlines()[0].split()[:3] == ["error", "pair", "parity.driver"]
