@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from glm53_service import __version__
+from glm53_service.artifacts.verbs import add_verbs
 from glm53_service.errors import ConfigError, Glm53Error, NotServingError, UnavailableError, UsageError
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         for option in options:
             command.add_argument(option, **OPTIONS[option])
+    add_verbs(commands)
     return parser
 
 

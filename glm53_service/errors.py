@@ -32,6 +32,18 @@ class NotServingError(Glm53Error):
     exit_code = 3
 
 
+class ArtifactError(Glm53Error):
+    """Files on disk are not what they should be, or cannot become it (65 is EX_DATAERR)."""
+
+    exit_code = 65
+
+
+class BusyError(Glm53Error):
+    """Somebody else does this now, or the pair serves: later (75 is EX_TEMPFAIL)."""
+
+    exit_code = 75
+
+
 class UnavailableError(Glm53Error):
     """Something this command needs does not answer: docker, the gate, the API."""
 
