@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,7 @@ Run = Callable[[argparse.Namespace], int]
 
 def add_verbs(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the verbs to the parser of `glm53`."""
-    download = _verb(
-        commands, "download", _download, "bring checkpoint and drafter from the hub to this disk"
-    )
+    download = verb(commands, "download", _download, "bring checkpoint and drafter from the hub to this disk")
     download.add_argument("what", nargs="?", choices=("all", "model", "drafter"), default="all")
     download.add_argument(
         "--token-file", type=Path, help="file (mode 600) with the hub's token, if one is needed"
@@ -32,32 +31,36 @@ def add_verbs(commands: argparse._SubParsersAction[Any]) -> None:
     download.add_argument("--full", action="store_true", help="hash again what is there")
     download.add_argument("--repair", action="store_true", help="replace files that are whole but wrong")
     download.add_argument("--offline", action="store_true", help="ask no hub: only say whether all is there")
-    download.add_argument("--streams", type=_count, default=4, help="files at once (%(default)s)")
-    verify = _verb(commands, "verify", _verify, "compare what is on this disk with its manifest; reads only")
+    download.add_argument("--streams", type=count, default=4, help="files at once (%(default)s)")
+    verify = verb(commands, "verify", _verify, "compare what is on this disk with its manifest; reads only")
     verify.add_argument("folders", nargs="*", type=Path, help="snapshots (the head's settings name its own)")
     verify.add_argument("--full", action="store_true", help="read and hash every byte")
 
 
-def _verb(
+def verb(
     commands: argparse._SubParsersAction[Any], name: str, run: Run, text: str
 ) -> argparse.ArgumentParser:
+    """Return a new verb, which has --json."""
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     command.set_defaults(run=run)
     command.add_argument("--json", action="store_true", help="for programs")
     return command
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """Return a number of streams; for argparse."""
     if not (text.isdigit() and 1 <= int(text) <= 32):
         raise argparse.ArgumentTypeError(f"found {text!r}, expected 1 to 32")
     return int(text)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tell a person, beside what a program reads."""
     print(text, file=sys.stderr, flush=True)
 
 
-def _result(arguments: argparse.Namespace, data: dict[str, Any], text: str) -> None:
+def result(arguments: argparse.Namespace, data: dict[str, Any], text: str) -> None:
+    """Print what came out: `data` with --json, else `text`."""
     print(json.dumps(data) if arguments.json else text, flush=True)
 
 
@@ -75,11 +78,11 @@ def _download(arguments: argparse.Namespace) -> int:
     if not wanted:
         raise ArtifactError(note, hint="accept its licence in the inventory (drafter.licence), then site.yml")
     token = read_token(arguments.token_file, os.environ)
-    _become(arguments.user, [want.layout.folder for want in wanted])
+    become(arguments.user, [want.layout.folder for want in wanted])
     for want in wanted:
         _download_one(arguments, want, token)
     if note:
-        _result(arguments, {"event": "note", "text": note}, note)
+        result(arguments, {"event": "note", "text": note}, note)
     return 0
 
 
@@ -87,6 +90,7 @@ def _download_one(arguments: argparse.Namespace, want: Want, token: str | None) 
     from glm53_service.artifacts.download import Options, World, download
     from glm53_service.artifacts.hub import Hub
     from glm53_service.artifacts.progress import gigabytes
+    from glm53_service.artifacts.rates import HUB, rates_file, remember
 
     options = Options(
         full=arguments.full,
@@ -95,7 +99,9 @@ def _download_one(arguments: argparse.Namespace, want: Want, token: str | None) 
         streams=arguments.streams,
         as_json=arguments.json,
     )
-    outcome = download(want, options, World(hub=lambda: Hub(token), say=_say))
+    began = time.monotonic()
+    outcome = download(want, options, World(hub=lambda: Hub(token), say=say))
+    remember(rates_file(Path.home()), HUB, outcome.bytes, time.monotonic() - began)
     manifest = outcome.manifest
     size = f"{len(manifest.files)} files, {gigabytes(manifest.bytes)}, " if manifest else ""
     fetched = f"{outcome.fetched} fetched" if outcome.fetched else "nothing to fetch"
@@ -111,10 +117,10 @@ def _download_one(arguments: argparse.Namespace, want: Want, token: str | None) 
         "fetched": outcome.fetched,
         "notes": list(outcome.notes),
     }
-    _result(arguments, data, "\n".join([text, *(f"  note: {note}" for note in outcome.notes)]))
+    result(arguments, data, "\n".join([text, *(f"  note: {note}" for note in outcome.notes)]))
 
 
-def _become(user: str, folders: list[Path]) -> None:
+def become(user: str, folders: list[Path]) -> None:
     """Give root away before anything is written: files of root are what the next run cannot change.
 
     The account is `user`, else the owner of the nearest folder that exists.
@@ -158,7 +164,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     layouts = [layout_of(folder.absolute()) for folder in arguments.folders] or _own_layouts(arguments.etc)
     verdicts = [verify(layout, full=arguments.full, as_json=arguments.json) for layout in layouts]
     for verdict in verdicts:
-        _result(arguments, _verdict_data(verdict), _verdict_text(verdict))
+        result(arguments, _verdict_data(verdict), _verdict_text(verdict))
     return 0 if all(verdict.right for verdict in verdicts) else ArtifactError.exit_code
 
 
