@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from glm53_service import __version__
 from glm53_service.artifacts.pair_verbs import add_pair_verbs
+from glm53_service.artifacts.prune_verb import add_prune_verb
 from glm53_service.artifacts.verbs import add_verbs
 from glm53_service.ask import ask, gate_port
 from glm53_service.errors import ConfigError, Glm53Error, NotServingError, UnavailableError, UsageError
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(option, **OPTIONS[option])
     add_verbs(commands)
     add_pair_verbs(commands)
+    add_prune_verb(commands)
     return parser
 
 
