@@ -28,7 +28,7 @@ import msgspec
 
 from glm53_service.artifacts.disk import SPARE_BYTES
 from glm53_service.artifacts.layout import Layout
-from glm53_service.artifacts.manifest import Manifest
+from glm53_service.artifacts.manifest import NAME, Manifest, encode_manifest
 from glm53_service.artifacts.progress import Progress
 from glm53_service.artifacts.snapshot import quick_check, summary
 from glm53_service.errors import ArtifactError, BusyError, Glm53Error, UnavailableError
@@ -177,6 +177,8 @@ class Shipment:
             "spare": SPARE_BYTES,
             "full": self._full,
             "look": look,
+            "text": encode_manifest(self._manifest),
+            "times": {} if look else self._times(),
             "manifest": msgspec.to_builtins(self._manifest),
         }
         process = subprocess.Popen(
@@ -205,6 +207,11 @@ class Shipment:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def _times(self) -> dict[str, int]:
+        folder = self._layout.folder
+        names = [*self._entries, *([NAME] if (folder / NAME).exists() else [])]
+        return {name: (folder / name).stat().st_mtime_ns for name in names}
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None

@@ -176,8 +176,8 @@ def _error(status: int, code: str, text: str) -> web.Response:
 
 
 @contextmanager
-def serving(hub: HubServer) -> Iterator[HubServer]:
-    """Serve `hub` on loopback from a thread; its file store is another host, as in life."""
+def serving(hub: HubServer, address: str = "127.0.0.1", store: str = "localhost") -> Iterator[HubServer]:
+    """Serve `hub` from a thread; its file store is another host by name, as in life."""
     ready, loop = threading.Event(), asyncio.new_event_loop()
     runners: list[web.AppRunner] = []
 
@@ -186,10 +186,10 @@ def serving(hub: HubServer) -> Iterator[HubServer]:
             runner = web.AppRunner(hub.application(), access_log=None, shutdown_timeout=0.1)
             await runner.setup()
             runners.append(runner)
-            site = web.TCPSite(runner, "127.0.0.1", 0)
+            site = web.TCPSite(runner, address, 0)
             await site.start()
             port = runner.addresses[0][1]
-            setattr(hub, kind, f"http://127.0.0.1:{port}" if kind == "url" else f"http://localhost:{port}")
+            setattr(hub, kind, f"http://{address if kind == 'url' else store}:{port}")
         ready.set()
 
     def run() -> None:

@@ -82,9 +82,12 @@ def test_every_byte_arrives_whatever_the_layout(tmp_path: Path, kind: str) -> No
 
 
 def test_a_second_copy_sends_nothing(head: Path, tmp_path: Path) -> None:
-    """Prevents 164 GiB over the cable because somebody ran the playbook again."""
+    """Prevents 164 GiB over the cable, or read again, because somebody ran it again: times are equal too."""
     worker = tmp_path / "worker"
     send(head, worker)
+    for name in [*FILES, NAME]:
+        assert (worker / name).stat().st_mtime_ns == (head / name).stat().st_mtime_ns
+    assert (worker / NAME).read_text() == (head / NAME).read_text()
     stamps = {p: p.stat().st_mtime_ns for p in worker.rglob("*.safetensors")}
     assert (send(head, worker).files, send(head, worker).bytes) == (0, 0)
     assert {p: p.stat().st_mtime_ns for p in worker.rglob("*.safetensors")} == stamps
@@ -250,6 +253,8 @@ def test_a_stranger_on_the_fabric_cannot_write(head: Path, tmp_path: Path) -> No
         "spare": 0,
         "full": False,
         "look": False,
+        "text": "",
+        "times": {},
         "manifest": manifest,
     }
     process = subprocess.Popen(RECEIVER, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
