@@ -47,7 +47,7 @@ def sums(pair: Pair, host: str) -> dict[str, str]:
 
 
 def test_download_beside_a_serving_pair(lab: Lab, pair: Pair, hub: HubServer, variables: str) -> None:
-    """Prevents a download that needs a stopped pair, leaves files of root, or makes another release current."""
+    """Prevents a download that needs a stopped pair, makes files of root, or makes a release current."""
     before, current = pair.status(), pair.sh(HEAD, "readlink", "/opt/glm53/current")
     checked = play(lab, "playbooks/download.yml", "-e", variables, "--check")
     assert checked.code == 0, checked.output[-3000:]
