@@ -6,14 +6,16 @@ import argparse
 import json
 import os
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from glm53_service import __version__
+from glm53_service.artifacts.pair_verbs import add_pair_verbs
+from glm53_service.artifacts.prune_verb import add_prune_verb
+from glm53_service.artifacts.verbs import add_verbs
+from glm53_service.ask import ask, gate_port
 from glm53_service.errors import ConfigError, Glm53Error, NotServingError, UnavailableError, UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
 ETC = Path("/etc/glm53")
 STATE = Path("/var/lib/glm53")
-ASK_SECONDS = 5.0
 OPTIONS: dict[str, dict[str, Any]] = {
     "--json": {"action": "store_true", "help": "for programs"},
     "--from": {
@@ -125,6 +126,9 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         for option in options:
             command.add_argument(option, **OPTIONS[option])
+    add_verbs(commands)
+    add_pair_verbs(commands)
+    add_prune_verb(commands)
     return parser
 
 
@@ -174,7 +178,7 @@ def _config(arguments: argparse.Namespace) -> int:
     given = load_yaml(read_text(path), str(path))
     settings = settings_from(given, str(path))
     try:
-        running = msgspec.convert(_ask(settings.gate.port).get("chosen", ()), tuple[Value, ...])
+        running = msgspec.convert(ask(settings.gate.port).get("chosen", ()), tuple[Value, ...])
     except UnavailableError:
         running = ()
     values = effective_values(settings, given, running or _planned(settings))
@@ -200,7 +204,7 @@ def _planned(settings: Settings) -> tuple[Value, ...]:
 
 def _status(arguments: argparse.Namespace) -> int:
     try:
-        now = _ask(_gate_port(arguments.etc))
+        now = ask(gate_port(arguments.etc))
     except UnavailableError as error:
         if arguments.json:
             print(json.dumps({"state": "stopped", "ready": False, "reasons": [error.message]}))
@@ -214,7 +218,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _command(arguments: argparse.Namespace) -> int:
-    now = _ask(_gate_port(arguments.etc))
+    now = ask(gate_port(arguments.etc))
     commands = {f"rank {r['rank']} on {r['node']}": r["command"] for r in now["ranks"]}
     missing = [who for who, command in commands.items() if not command]
     if missing:
@@ -252,7 +256,7 @@ def _bandwidth(arguments: argparse.Namespace) -> int:
     if arguments.rail is None and not arguments.gather:
         return show_command(kept, as_json=arguments.json)
     try:
-        status = _ask(_gate_port(arguments.etc))
+        status = ask(gate_port(arguments.etc))
     except UnavailableError:
         status = None
     node = read_node(arguments.etc)
@@ -273,29 +277,6 @@ def _snapshot(arguments: argparse.Namespace) -> int:
     from glm53_service.doctor.commands import snapshot_command, source_of
 
     return snapshot_command(source_of(arguments.etc, None), arguments.out)
-
-
-def _gate_port(etc: Path) -> int:
-    """Return the gate's port: the head's settings name it, a follower's is the default."""
-    from glm53_service.node import read_node
-    from glm53_service.settings import Gate, read_settings
-
-    return read_settings(etc).gate.port if read_node(etc).rank == 0 else Gate().port
-
-
-def _ask(port: int) -> dict[str, Any]:
-    url = f"http://127.0.0.1:{port}/status"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=ASK_SECONDS) as response:
-            data: dict[str, Any] = json.load(response)
-            return data
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise UnavailableError(
-            f"the gate at {url} does not answer: {reason}",
-            hint="systemctl status glm53-head (or glm53-worker)",
-        ) from None
 
 
 def _table(now: dict[str, Any]) -> str:

@@ -40,6 +40,18 @@ class NotServingError(Glm53Error):
     exit_code = 3
 
 
+class ArtifactError(Glm53Error):
+    """Files on disk are not what they should be, or cannot become it (65 is EX_DATAERR)."""
+
+    exit_code = 65
+
+
+class BusyError(Glm53Error):
+    """Somebody else does this now, or the pair serves: later (75 is sysexits' EX_TEMPFAIL)."""
+
+    exit_code = 75
+
+
 class UnavailableError(Glm53Error):
     """Something this command needs does not answer: docker, the gate, the API."""
 
@@ -52,12 +64,6 @@ class CommandError(UnavailableError):
     def __init__(self, message: str, *, code: int, out: str = "", err: str = "") -> None:
         super().__init__(message)
         self.code, self.out, self.err = code, out, err
-
-
-class BusyError(Glm53Error):
-    """It would disturb what serves (75 is sysexits' EX_TEMPFAIL: try again later)."""
-
-    exit_code = 75
 
 
 class GaveUpError(Glm53Error):

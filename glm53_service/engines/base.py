@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, Protocol
 
 import msgspec
 
+from glm53_service.artifacts.layout import layout_of
 from glm53_service.config import Value
 from glm53_service.drafter import Choice, Refusal
 from glm53_service.engines.health import Health
@@ -80,6 +82,15 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     target: str
     read_only: bool
+
+
+def snapshot_mounts(paths: Iterable[str]) -> tuple[Mount, ...]:
+    """Return what a container must see of these snapshots, at the same paths, read-only.
+
+    A snapshot of a hub cache is links into the cache: the whole cache is mounted, or they lead nowhere.
+    """
+    roots = dict.fromkeys(str(layout_of(path).root) for path in paths)
+    return tuple(Mount(source=root, target=root, read_only=True) for root in roots)
 
 
 class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):

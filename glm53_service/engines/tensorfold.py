@@ -13,7 +13,17 @@ from typing import Any
 from glm53_service.config import Origin, Value
 from glm53_service.drafter import Choice, DrafterKind
 from glm53_service.engines import tensorfold_log
-from glm53_service.engines.base import LABEL, Attempt, ContainerSpec, Launch, Line, Mount, Place, labels
+from glm53_service.engines.base import (
+    LABEL,
+    Attempt,
+    ContainerSpec,
+    Launch,
+    Line,
+    Mount,
+    Place,
+    labels,
+    snapshot_mounts,
+)
 from glm53_service.engines.health import Health, mapping, metric, refused, whole
 from glm53_service.exits import exit_text
 from glm53_service.fabric.environment import rank_environment
@@ -233,7 +243,7 @@ class TensorfoldEngine:
         paths = [launch.settings.model.path]
         if launch.choice.kind is DrafterKind.DFLASH2:
             paths.append(launch.choice.path)
-        return tuple(Mount(source=path, target=path, read_only=True) for path in paths)
+        return snapshot_mounts(paths)
 
     def _arguments(self, launch: Launch, place: Place) -> list[str]:
         settings, t, choice = launch.settings, launch.settings.tensorfold, launch.choice

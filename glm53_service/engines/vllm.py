@@ -24,6 +24,7 @@ from glm53_service.engines.base import (
     Mount,
     Place,
     labels,
+    snapshot_mounts,
 )
 from glm53_service.engines.health import Health, metric, refused, whole
 from glm53_service.exits import exit_text
@@ -82,7 +83,7 @@ class VllmEngine:
             command=tuple(self._arguments(launch, place)),
             environment=self._environment(settings, place),
             mounts=(
-                *(Mount(source=path, target=path, read_only=True) for path in self._models(launch)),
+                *snapshot_mounts(self._models(launch)),
                 Mount(source=place.cache, target=CACHE, read_only=False),
             ),
             user=f"{place.uid}:{place.gid}",

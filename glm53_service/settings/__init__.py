@@ -6,6 +6,7 @@ Unknown keys are errors. Every default is stated in this package and nowhere els
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +23,7 @@ from glm53_service.settings.common import (
     Model,
     Port,
     Seconds,
+    Source,
     Supervision,
     canary_problems,
     long_lines,
@@ -50,6 +52,7 @@ __all__ = [
     "Port",
     "Seconds",
     "Settings",
+    "Source",
     "Supervision",
     "Tensorfold",
     "Vllm",
@@ -63,6 +66,10 @@ __all__ = [
     "settings_from",
     "warnings",
 ]
+
+
+PINNED = re.compile(r"^(\S+@)?sha256:[0-9a-f]{64}$")
+"""An image that cannot change: by digest, or by the id of a local build."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,8 +228,22 @@ def _with_device_defaults(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "vllm": {**CUDA_DEFAULTS, **part}}
 
 
+def _image_problems(s: Settings) -> list[str]:
+    """Return why an image reference cannot be relied on: a tag can be another image tomorrow.
+
+    The CPU device is for trying things out, with images that were built a minute ago.
+    """
+    if s.device == "cpu" or PINNED.match(s.image):
+        return []
+    return [
+        f"image: found {s.image!r}, expected it by digest (NAME@sha256:64 digits) or, built here, by its id"
+        " (sha256:64 digits): a tag can be pushed again and is then another image. Fix: `docker image inspect"
+        " --format '{{index .RepoDigests 0}} {{.Id}}' IMAGE` on the head says both"
+    ]
+
+
 def _cross_checks(s: Settings) -> list[str]:
-    problems = []
+    problems = _image_problems(s)
     if s.api.bind == "management" and not s.api.without_key:
         problems.append(
             "api.bind: found 'management' with no key; anyone on that network could use the model."

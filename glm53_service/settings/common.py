@@ -13,11 +13,29 @@ Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 
 
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """A repository of the hub at one revision: a commit, since a branch changes under you."""
+
+    repository: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]+/[A-Za-z0-9._-]+$")]
+    revision: Annotated[
+        str, Meta(pattern=r"^[0-9a-f]{40}$", description="a commit; a branch or tag can change under you")
+    ]
+
+    def __str__(self) -> str:
+        return f"{self.repository}@{self.revision[:12]}"
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """The snapshot directory, the same path on every node, and the id that the API gives it."""
+    """The snapshot directory, the same path on every node, and the id that the API gives it.
+
+    `source` is where `glm53 download` gets it, `fallback` where from when that is gone. Left out: what the
+    path of a hub cache says, else the engine's recipe.
+    """
 
     path: Annotated[str, Meta(pattern=r"^/\S+$")]
     name: Annotated[str, Meta(pattern=r"^\S+$")]
+    source: Source | None = None
+    fallback: Source | None = None
 
 
 class Api(msgspec.Struct, frozen=True, kw_only=True):

@@ -123,8 +123,9 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         super().run(tmp, task_vars)
         root, build = Path(self._task.args["checkout"]), Path(self._task.args["build_dir"])
         release = self._release_id(root)
+        state = self._task.args.get("state", "present")
         node = self._module({"release": release, "state": "query"}, task_vars)
-        if node.get("failed") or node["settled"]:
+        if node.get("failed") or node["settled"] or (state == "staged" and node["complete"]):
             return {**node, "release": release}
         before = node["current"] or "none"
         change = {
@@ -134,7 +135,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         }
         if self._task.check_mode:
             return {**node, **change, "msg": f"would install release {release} (now: {before})"}
-        arguments = {"release": release, "state": "present"}
+        arguments = {"release": release, "state": state}
         if not node["complete"]:
             archive = build_wheelhouse(root, build / "wheelhouse", release, node)
             remote = self._connection._shell.join_path(self._make_tmp_path(), archive.name)

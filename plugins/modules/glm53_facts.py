@@ -50,6 +50,7 @@ def docker_facts(image: str) -> dict[str, Any]:
     return {
         "answers": True,
         "version": version.get("Version", "unknown"),
+        "api": version.get("ApiVersion", "0"),
         "flavour": docker_flavour(version, info),
         "root": info.get("DockerRootDir", ""),
         "free_bytes": free_bytes(info.get("DockerRootDir", "/")),

@@ -30,8 +30,10 @@ options:
   reader: {description: "Account that must be able to read every file.", type: str, default: ""}
 """
 
-LEFTOVER = re.compile(r"^(\.rsync-partial|\..+\.[A-Za-z0-9]{6})$")
-"""What an interrupted rsync leaves behind: never part of a model."""
+LEFTOVER = re.compile(
+    r"^(\.rsync-partial|\.cache|\..+\.([A-Za-z0-9]{6}|incomplete)|\.glm53-manifest\..*(unfinished|tmp).*)$"
+)
+"""What a copy or download that ended early leaves, and notes of the hub's tools: no part of a model."""
 
 CHUNK = 1 << 20
 

@@ -25,7 +25,10 @@ options:
   release: {description: "The release id.", type: str, required: true}
   wheelhouse: {description: "Tar file of wheels on this node; empty only switches.", type: path, default: ""}
   link: {description: "Link to the command.", type: path, default: /usr/local/bin/glm53}
-  state: {description: "What to do.", choices: [query, present], default: query}
+  state:
+    description: "staged installs without making it current: what runs goes on with what it has."
+    choices: [query, staged, present]
+    default: query
 """
 
 
@@ -172,7 +175,7 @@ def main() -> None:
             "release": {"type": "str", "required": True},
             "wheelhouse": {"type": "path", "default": ""},
             "link": {"type": "path", "default": "/usr/local/bin/glm53"},
-            "state": {"type": "str", "choices": ["query", "present"], "default": "query"},
+            "state": {"type": "str", "choices": ["query", "staged", "present"], "default": "query"},
         },
         supports_check_mode=True,
     )
@@ -180,12 +183,15 @@ def main() -> None:
     root, release, link = (Path(module.params["root"]), module.params["release"], Path(module.params["link"]))
     found = query(root, release, link)
     settled = found["complete"] and found["current"] == release and found["linked"]
+    if module.params["state"] == "staged":
+        settled = found["complete"]
     if module.params["state"] == "query" or module.check_mode or settled:
         module.exit_json(changed=False, settled=settled, **found)
     try:
         if not found["complete"]:
             install(root / "releases" / release, release, Path(module.params["wheelhouse"]))
-        switch(root, release, link)
+        if module.params["state"] == "present":
+            switch(root, release, link)
     except (RuntimeError, OSError, StopIteration, tarfile.TarError) as error:
         module.fail_json(msg=f"The release {release} could not be installed: {error or 'a wheel is missing'}")
     module.exit_json(changed=True, settled=True, **query(root, release, link))

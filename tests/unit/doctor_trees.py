@@ -14,6 +14,7 @@ from tests.unit.trees import Spark
 Commands = Mapping[tuple[str, ...], tuple[int | None, str]]
 
 MODEL = "/srv/models/glm"
+IMAGE_NAME = "unit/tensorfold@sha256:" + "7" * 64
 IMAGE = {"Id": "sha256:77", "Architecture": "arm64", "RootFS": {"Layers": ["sha256:l1"]}, "Config": {}}
 UNITS = "docker.service loaded active running Docker\nssh.service loaded active running OpenSSH\n"
 INFO: dict[str, Any] = {
@@ -40,7 +41,7 @@ SETTINGS = json.dumps(
         "version": 1,
         "cluster": "unit",
         "engine": "tensorfold",
-        "image": "unit/tensorfold@sha256:7",
+        "image": IMAGE_NAME,
         "model": {"path": MODEL, "name": "unit-glm"},
         "api": {"port": 18888},
         "supervision": {"min_free_gib": 103},
@@ -82,7 +83,7 @@ def commands(host: int) -> dict[tuple[str, ...], tuple[int | None, str]]:
     """Return what the commands of a healthy node that does not serve at the moment say."""
     unit = "glm53-head.service" if host == 1 else "glm53-worker.service"
     shown = f"Id={unit}\nLoadState=loaded\nActiveState=active\nUnitFileState=enabled\nNRestarts=0\n"
-    image = "unit/tensorfold@sha256:7" if host == 1 else "sha256:77"
+    image = IMAGE_NAME if host == 1 else "sha256:77"
     df = {place: f"Avail\n{free * 1024**3}\n" for place, free in (("/", 900), ("/opt", 900))}
     df |= {place: f"Avail\n{700 * 1024**3}\n" for place in ("/var/lib/docker", "/var/lib/glm53")}
     listing = "config.json 1201\nmodel-00001.safetensors 4900000000\n"

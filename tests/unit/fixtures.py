@@ -29,7 +29,7 @@ def tensorfold_data(**changes: Any) -> dict[str, Any]:
         "version": 1,
         "cluster": "unit",
         "engine": "tensorfold",
-        "image": "unit/tensorfold@sha256:7",
+        "image": "unit/tensorfold@sha256:" + "7" * 64,
         "model": {"path": "/srv/models/glm", "name": "unit-glm"},
         "api": {"port": 18888},
         "supervision": {"min_free_gib": 3, "stop_grace_seconds": 7},
@@ -45,7 +45,7 @@ def with_dflash2(**changes: Any) -> dict[str, Any]:
 
 def vllm_data(**changes: Any) -> dict[str, Any]:
     """Return settings.yaml of vLLM on Sparks."""
-    return merged(tensorfold_data(engine="vllm", image="unit/vllm-exl3@sha256:7"), changes)
+    return merged(tensorfold_data(engine="vllm", image="unit/vllm-exl3@sha256:" + "7" * 64), changes)
 
 
 def settings_of(data: dict[str, Any]) -> Settings:

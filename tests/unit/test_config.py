@@ -130,7 +130,7 @@ def test_what_the_running_start_chose_wins(
 ) -> None:
     """Prevents a window from the file in place of the one that is served."""
     said = {"chosen": [{"key": "tensorfold.context", "value": 393_216, "origin": "refit"}]}
-    monkeypatch.setattr("glm53_service.cli._ask", lambda port: said)
+    monkeypatch.setattr("glm53_service.cli.ask", lambda port: said)
     assert run("--etc", etc(tmp_path), "config", "--origin") == 0
     out = capsys.readouterr().out
     assert [line.split() for line in out.splitlines() if line.startswith("tensorfold.context")] == [

@@ -113,6 +113,8 @@ def test_manifest_follows_links_and_names_dangling_ones(tmp_path: Path) -> None:
     model = tmp_path / "model"
     (model / ".rsync-partial").mkdir(parents=True)
     (model / ".rsync-partial/part").write_text("half")
+    for name in (".w.safetensors.0123456789abcdef.incomplete", ".glm53-manifest.unfinished.json"):
+        (model / name).write_text("half")
     (model / ".weights.safetensors.aB3dE9").write_text("half")
     (model / "weights.safetensors").symlink_to(blob)
     (model / "gone.safetensors").symlink_to(tmp_path / "nothing")

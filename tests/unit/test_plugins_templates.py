@@ -204,3 +204,21 @@ def test_hardening_keys_are_sorted(rendered: Path) -> None:
     block = text.split("CapabilityBoundingSet", 1)[1].split("[Install]")[0]
     keys = [line.split("=")[0] for line in block.splitlines()[1:] if line and not line.startswith("#")]
     assert keys == sorted(keys)
+
+
+@pytest.mark.parametrize(
+    ("api", "options"), [("1.41", []), ("1.47", []), ("1.48", ["--platform", "linux/arm64"]), ("0", [])]
+)
+def test_an_image_is_saved_for_the_workers_platform_where_docker_can(api: str, options: list[str]) -> None:
+    """Prevents an archive that refers to another platform's blobs, which are not in it: loading it fails."""
+    variables = yaml.safe_load((CHECKOUT / "roles/images/vars/main.yml").read_text())
+    expression = {"msg": variables["__images_save_options"]}
+    given = {
+        "images_architectures": {"aarch64": "arm64"},
+        "images_architecture": "aarch64",
+        "images_save_api": api,
+    }
+    argv = [sys.executable, "-m", "ansible.cli.adhoc", "localhost", "-c", "local", "-m", "debug"]
+    argv += ["-a", json.dumps(expression), "-e", json.dumps(given)]
+    done = subprocess.run(argv, cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    assert yaml.safe_load(done.stdout.partition("=>")[2])["msg"] == options

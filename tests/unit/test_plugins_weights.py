@@ -229,7 +229,7 @@ nodes:
 """
 SETTINGS = """version: 1
 cluster: probe
-image: example/engine@sha256:aaaa
+image: example/engine@sha256:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa
 model: {path: /data/model, name: M}
 drafter: {path: /data/draft}
 gate: {port: 8777}

@@ -37,7 +37,7 @@ def test_the_settings_survive_the_way_to_a_follower() -> None:
 def test_a_bare_yaml_date_is_a_date() -> None:
     """Prevents a refusal of 2026-10-03 without quotes, which YAML reads as a date and not as a text."""
     text = (
-        "{version: 1, cluster: u, image: i, model: {path: /m, name: n}, drafter: {path: /d,"
+        "{version: 1, cluster: u, device: cpu, image: i, model: {path: /m, name: n}, drafter: {path: /d,"
         " licence: {accepted_by: Ada, accepted_on: 2026-10-03, use: non-commercial}}}"
     )
     assert (

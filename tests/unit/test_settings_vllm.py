@@ -18,6 +18,8 @@ from tests.unit.plugin_loader import CHECKOUT
 
 DFLASH2 = {"path": DRAFTER_DIR, "licence": LICENCE, "sha256": "ab" * 32}
 
+PIN = "sha256:" + "0ab9" * 16
+
 
 def problems(**changes: Any) -> tuple[str, ...]:
     """Return what is wrong with a Spark's vLLM after `changes`."""
@@ -107,10 +109,10 @@ def test_what_the_file_says_wins_over_the_recipe() -> None:
             "vllm.extra_args: found the attention backend TRITON_ATTN",
         ),
         (
-            {"image": "ghcr.io/x/glm-5.3-flash-nvfp4:1"},
-            "image: found 'ghcr.io/x/glm-5.3-flash-nvfp4:1', an NVFP4 or",
+            {"image": f"ghcr.io/x/glm-5.3-flash-nvfp4@{PIN}"},
+            f"image: found 'ghcr.io/x/glm-5.3-flash-nvfp4@{PIN}', an NVFP4 or",
         ),
-        ({"image": "x/vllm-ray:1"}, "image: found 'x/vllm-ray:1', an NVFP4 or Ray image"),
+        ({"image": f"x/vllm-ray@{PIN}"}, f"image: found 'x/vllm-ray@{PIN}', an NVFP4 or Ray image"),
         (
             {"vllm": {"extra_args": ["-tp", "4"]}},
             "vllm.extra_args: found -tp, which changes how the model is split",
@@ -183,7 +185,16 @@ def test_a_sparks_limits_do_not_hit_the_cpu(changes: dict[str, Any]) -> None:
     settings_of(vllm_data(device="cpu", image="x/nvfp4:1", vllm={"kv_cache_memory": "64M", **changes}))
 
 
-@pytest.mark.parametrize("image", ["x/array-engine:1", "x/y@sha256:0ray1", "ghcr.io/miaai-lab/glm:exl3"])
+@pytest.mark.parametrize(
+    "image", ["ghcr.io/miaai-lab/glm:exl3", "x/y", "x/y:latest", "x/y@sha256:12", f"x/y@{PIN}0"]
+)
+def test_a_tag_is_no_image(image: str) -> None:
+    """Prevents another image under the same tag: the tag of a published engine was pushed again in place."""
+    with pytest.raises(ConfigError, match=r"image: found .*, expected it by digest"):
+        settings_of(vllm_data(image=image))
+
+
+@pytest.mark.parametrize("image", [f"x/array-engine@{PIN}", f"ghcr.io/miaai-lab/glm-exl3@{PIN}", PIN])
 def test_an_image_is_not_refused_for_letters_in_its_name(image: str) -> None:
     """Prevents a refusal of an image whose name merely contains r, a and y."""
     assert settings_of(vllm_data(image=image)).image == image
@@ -257,7 +268,7 @@ def test_the_example_inventory_is_valid_and_raises_no_warning() -> None:
     example = yaml.safe_load((CHECKOUT / "inventory/group_vars/all.yml").read_text())
     data = tensorfold_data(
         engine=example["glm53_engine"],
-        image=example["glm53_image"],
+        image=example["glm53_image"].replace("sha256:CHANGE-ME", PIN),
         supervision=example["glm53_supervision"],
     )
     assert warnings(settings_of(data)) == ()

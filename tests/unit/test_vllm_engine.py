@@ -93,6 +93,7 @@ def test_cuda_asks_for_gpus_and_rdma_with_each_nodes_own_index() -> None:
     """Prevents one global GID index, and memory registration that fails for want of IPC_LOCK."""
     changes = {
         "device": "cuda",
+        "image": "unit/engine@sha256:" + "7" * 64,
         "vllm": {
             "quantization": "exl3",
             "reasoning_parser": "glm45",

@@ -1,0 +1,96 @@
+"""A snapshot's manifest: every file with size and SHA-256, and the revision that they are of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from glm53_service.artifacts.layout import safe_member
+from glm53_service.errors import ArtifactError
+from glm53_service.files import write_durably
+
+NAME = ".glm53-manifest.json"
+UNFINISHED = ".glm53-manifest.unfinished.json"
+"""What a download has proven so far: the next one need not hash it again."""
+
+WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
+SMALL_BYTES = 64 << 20
+"""Files up to this size that are no weights are hashed by the quick check as well."""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One file. `sha256` is empty while only git's SHA-1 of it is known (small files, before download)."""
+
+    path: str
+    size: Annotated[int, Meta(ge=0)]
+    sha256: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?$")] = ""
+    git_sha1: Annotated[str, Meta(pattern=r"^([0-9a-f]{40})?$")] = ""
+
+    @property
+    def etag(self) -> str:
+        """The name of this content in a hub cache."""
+        return self.git_sha1 or self.sha256
+
+    @property
+    def small(self) -> bool:
+        """Whether a quick check reads it."""
+        return self.size <= SMALL_BYTES and not self.path.endswith(WEIGHTS)
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """All files of one revision, sorted by path."""
+
+    version: int = 1
+    repository: str
+    revision: Annotated[str, Meta(pattern=r"^[0-9a-f]{40}$")]
+    files: tuple[Entry, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files together."""
+        return sum(entry.size for entry in self.files)
+
+    def same_files(self, other: Manifest) -> bool:
+        """Return whether both name the same content, wherever it was published."""
+        return {(e.path, e.size, e.sha256) for e in self.files} == {
+            (e.path, e.size, e.sha256) for e in other.files
+        }
+
+
+def decode_manifest(data: bytes, source: str) -> Manifest:
+    """Return the manifest in `data`; ArtifactError when it is none, ConfigError for a path that leads out."""
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ArtifactError(
+            f"{source} is no manifest: {error}", hint=f"remove {source} and run `glm53 download` on the head"
+        ) from None
+    for entry in manifest.files:
+        safe_member(entry.path, source)
+    return manifest
+
+
+def read_manifest(folder: Path, name: str = NAME) -> Manifest | None:
+    """Return the manifest in `folder`, None when there is none; errors as decode_manifest."""
+    path = folder / name
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}") from None
+    return decode_manifest(data, str(path))
+
+
+def encode_manifest(manifest: Manifest) -> str:
+    """Return `manifest` as text, one file a line: equal manifests give equal text."""
+    ordered = msgspec.structs.replace(manifest, files=tuple(sorted(manifest.files, key=lambda e: e.path)))
+    return msgspec.json.format(msgspec.json.encode(ordered), indent=1).decode() + "\n"
+
+
+def write_manifest(folder: Path, manifest: Manifest, name: str = NAME) -> None:
+    """Write it into `folder`, durably; OSError as it comes."""
+    write_durably(folder / name, encode_manifest(manifest))

@@ -1,0 +1,238 @@
+"""The verbs of `glm53` that concern the whole pair's files: ship, artifacts plan. They run on the head."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pwd
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from glm53_service.artifacts.verbs import become, count, result, say, verb
+from glm53_service.errors import ArtifactError, BusyError, UnavailableError, UsageError
+
+if TYPE_CHECKING:
+    from glm53_service.artifacts.manifest import Manifest
+    from glm53_service.artifacts.plan import Place, Step
+    from glm53_service.artifacts.route import Route
+    from glm53_service.artifacts.ship import Shipment, Target
+    from glm53_service.artifacts.sources import Want
+    from glm53_service.node import Node, Peer
+    from glm53_service.settings import Settings
+
+RUNS = ("preparing", "starting", "checking", "serving", "ending")
+"""States of the head in which ranks need the machine's memory bandwidth and disks."""
+
+
+def add_pair_verbs(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the verbs to the parser of `glm53`."""
+    ship = verb(commands, "ship", _ship, "copy checkpoint and drafter from this head to the workers")
+    ship.add_argument(
+        "--to", action="append", default=[], metavar="NODE", help="only this worker (repeatable)"
+    )
+    ship.add_argument("--full", action="store_true", help="hash again what is there on the workers")
+    ship.add_argument("--streams", type=count, default=8, help="files at once (%(default)s)")
+    ship.add_argument(
+        "--limit", type=float, default=0.0, metavar="MB/S", help="slower, so that a pair can serve"
+    )
+    ship.add_argument("--any-network", action="store_true", help="also over Wi-Fi or a VPN")
+    _login(ship)
+    artifacts = commands.add_parser("artifacts", help="what is on disk, for the whole pair")
+    inner = artifacts.add_subparsers(required=True, metavar="COMMAND")
+    plan = verb(inner, "plan", _plan, "what a download and a copy would move, and how long; changes nothing")
+    _login(plan)
+
+
+def _login(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--user", default="", help="as root: the account here that owns the files and the key"
+    )
+    parser.add_argument("--login", default="", help="account on the workers (the same name as here)")
+    parser.add_argument("--port", type=int, default=22, help="ssh port of the workers (%(default)s)")
+    parser.add_argument("--key", type=Path, help="the copying key (~/.ssh/glm53_ed25519)")
+    parser.add_argument("--known-hosts", type=Path, help="the workers' host keys (~/.ssh/glm53_known_hosts)")
+
+
+def _head(arguments: argparse.Namespace) -> tuple[Node, Settings, tuple[Want, ...]]:
+    from glm53_service.artifacts.sources import wants
+    from glm53_service.node import read_node
+    from glm53_service.settings import read_settings
+
+    node = read_node(arguments.etc)
+    if node.rank != 0:
+        raise UsageError(f"{node.node} is a worker: copies start on the head, {node.lead.node}")
+    settings = read_settings(arguments.etc)
+    return node, settings, wants(settings)
+
+
+def _workers(node: Node, names: list[str]) -> list[Peer]:
+    known = [peer.node for peer in node.followers]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--to {name}: no such worker; there are {', '.join(known)}")
+    return [peer for peer in node.followers if not names or peer.node in names]
+
+
+def _target(arguments: argparse.Namespace, peer: Peer, folder: Path) -> Target:
+    from glm53_service.artifacts.ship import Target, ssh_launcher
+
+    home = Path.home()
+    launcher = ssh_launcher(
+        arguments.login or pwd.getpwuid(os.geteuid()).pw_name,
+        peer.fabric[0],
+        port=arguments.port,
+        key=arguments.key or home / ".ssh/glm53_ed25519",
+        known_hosts=arguments.known_hosts or home / ".ssh/glm53_known_hosts",
+    )
+    return Target(node=peer.node, launcher=launcher, addresses=peer.fabric, folder=folder)
+
+
+# ship ------------------------------------------------------------------------
+
+
+def _ship(arguments: argparse.Namespace) -> int:
+    node, settings, wanted = _head(arguments)
+    _not_while_it_runs(settings.gate.port, arguments.limit)
+    workers = _workers(node, arguments.to)
+    become(arguments.user, [want.layout.folder for want in wanted])
+    for want in wanted:
+        manifest = _manifest(want)
+        for peer in workers:
+            _ship_one(arguments, want, manifest, peer)
+    return 0
+
+
+def _not_while_it_runs(port: int, limit: float) -> None:
+    """Raise BusyError when ranks run here and no limit is given: a full-speed copy starves requests."""
+    from glm53_service.ask import ask
+
+    try:
+        state = ask(port)["state"]
+    except UnavailableError:
+        return
+    if state in RUNS and limit <= 0:
+        raise BusyError(
+            f"the pair is {state}: a copy at full speed would starve its requests",
+            hint="--limit 200 copies at 200 MB/s beside it; or stop it first (systemctl stop glm53-head)",
+        )
+
+
+def _manifest(want: Want) -> Manifest:
+    from glm53_service.artifacts.manifest import read_manifest
+
+    manifest = read_manifest(want.layout.folder)
+    if manifest is None:
+        raise ArtifactError(
+            f"{want.layout.folder} has no manifest, so nobody can say what is right",
+            hint="glm53 download: it hashes what is there and writes one",
+        )
+    return manifest
+
+
+def _ship_one(arguments: argparse.Namespace, want: Want, manifest: Manifest, peer: Peer) -> None:
+    from glm53_service.artifacts.progress import duration, gigabytes
+    from glm53_service.artifacts.rates import rates_file, remember
+    from glm53_service.artifacts.route import check_route
+
+    routes = _routes(peer)
+    for route in routes:
+        check_route(route, any_network=arguments.any_network)
+    say(f"{want.what} to {peer.node}: {'; '.join(map(str, routes))}")
+    shipment = _shipment(arguments, want, manifest, peer)
+    done = shipment.run()
+    remember(rates_file(Path.home()), peer.node, done.bytes, done.seconds)
+    what = f"{done.files} files, {gigabytes(done.bytes)}" if done.files else "nothing"
+    rate = f" ({gigabytes(done.bytes / done.seconds)}/s)" if done.bytes else ""
+    data = {
+        "event": "result",
+        "what": want.what,
+        "node": peer.node,
+        "folder": str(want.layout.folder),
+        "files": done.files,
+        "bytes": done.bytes,
+        "seconds": round(done.seconds, 3),
+        "over": [str(route) for route in routes],
+    }
+    text = f"{want.title} on {peer.node}: complete; {what} sent in {duration(done.seconds)}{rate}"
+    result(arguments, data, text)
+
+
+def _routes(peer: Peer) -> list[Route]:
+    from glm53_service.artifacts.route import find_route
+
+    return [find_route(address) for address in peer.fabric]
+
+
+def _shipment(
+    arguments: argparse.Namespace, want: Want, manifest: Manifest, peer: Peer, *, plan: bool = False
+) -> Shipment:
+    from glm53_service.artifacts.ship import Shipment
+
+    return Shipment(
+        want.layout,
+        manifest,
+        _target(arguments, peer, want.layout.folder),
+        streams=1 if plan else arguments.streams,
+        limit=0.0 if plan else arguments.limit * 1e6,
+        full=False if plan else arguments.full,
+        as_json=arguments.json,
+        say=say,
+    )
+
+
+# plan ------------------------------------------------------------------------
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from glm53_service.artifacts.disk import SPARE_BYTES
+    from glm53_service.artifacts.plan import plan
+    from glm53_service.artifacts.rates import rates_file, read_rates
+
+    node, _, wanted = _head(arguments)
+    become(arguments.user, [want.layout.folder for want in wanted])
+    steps: list[Step] = []
+    for want in wanted:
+        here = _here(want, node.node)
+        workers = [_there(arguments, want, here, peer) for peer in node.followers]
+        steps += plan(want, here, workers, rates=read_rates(rates_file(Path.home())), spare=SPARE_BYTES)
+    if arguments.json:
+        print(json.dumps({"steps": [step.data() for step in steps]}))
+    else:
+        print("\n".join(map(str, steps)))
+    return 0
+
+
+def _here(want: Want, name: str) -> Place:
+    from glm53_service.artifacts.disk import free_bytes
+    from glm53_service.artifacts.manifest import read_manifest
+    from glm53_service.artifacts.plan import Place
+    from glm53_service.artifacts.snapshot import own_word
+
+    folder = want.layout.folder
+    manifest = read_manifest(folder)
+    there = {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in (folder.rglob("*") if folder.is_dir() else ())
+        if path.is_file() and not path.name.startswith(".")
+    }
+    return Place(
+        node=name,
+        manifest=manifest,
+        there=there,
+        free=free_bytes(folder),
+        whole=manifest is None and not own_word(want.layout),
+    )
+
+
+def _there(arguments: argparse.Namespace, want: Want, here: Place, peer: Peer) -> tuple[Place, str]:
+    from glm53_service.artifacts.manifest import Entry, Manifest
+    from glm53_service.artifacts.plan import Place
+
+    # Without a manifest the head's own files are what would be asked for.
+    manifest = here.manifest or Manifest(
+        repository="", revision="0" * 40, files=tuple(Entry(path=p, size=s) for p, s in here.there.items())
+    )
+    there, free = _shipment(arguments, want, manifest, peer, plan=True).look()
+    over = "from the head, " + "; ".join(map(str, _routes(peer)))
+    return Place(node=peer.node, manifest=None, there=there, free=free), over

@@ -1,0 +1,115 @@
+"""The verb `glm53 prune`: lists what old releases left on this node, and removes it with --yes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from glm53_service.artifacts.verbs import result, say, verb
+from glm53_service.errors import ArtifactError, Glm53Error, UnavailableError
+
+if TYPE_CHECKING:
+    from glm53_service.artifacts.prune import Item
+
+LONG_SECONDS = 600.0
+"""Docker takes minutes to remove an image of 25 GB."""
+
+
+def add_prune_verb(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the verb to the parser of `glm53`."""
+    text = "list images, snapshots and caches that neither this release nor the one before needs"
+    prune = verb(commands, "prune", _prune, text)
+    prune.add_argument(
+        "folders", nargs="*", type=Path, help="snapshots in use (the head's settings name its own)"
+    )
+    prune.add_argument("--yes", action="store_true", help="remove what is listed")
+    prune.add_argument(
+        "--state", type=Path, default=Path("/var/lib/glm53"), help="where caches are (%(default)s)"
+    )
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    from glm53_service.artifacts.progress import gigabytes
+
+    items, notes = _items(arguments)
+    for note in notes:
+        say(f"note: {note}")
+    failed = 0
+    for item in items:
+        done = ""
+        if arguments.yes:
+            done = _remove(item)
+            failed += done != "removed"
+        data = {"event": "item", **item.data(), "result": done or None}
+        result(arguments, data, f"{gigabytes(item.bytes):>10}  {item.kind:10} {item.name}  {done}".rstrip())
+    total = sum(item.bytes for item in items)
+    word = "were listed" if not arguments.yes else "were to go"
+    text = f"{gigabytes(total):>10}  in all" + (
+        "" if arguments.yes or not items else "; remove: glm53 prune --yes"
+    )
+    result(arguments, {"event": "result", "items": len(items), "bytes": total, "failed": failed}, text)
+    if failed:
+        raise ArtifactError(f"{failed} of {len(items)} that {word} are still there", hint="run it as root")
+    return 0
+
+
+def _items(arguments: argparse.Namespace) -> tuple[list[Item], list[str]]:
+    from glm53_service.artifacts import prune
+    from glm53_service.artifacts.content import image_content
+    from glm53_service.artifacts.layout import layout_of
+    from glm53_service.artifacts.sources import wants
+    from glm53_service.settings import read_settings
+    from glm53_service.supervisor.ranks import CONTENT_DIGITS
+
+    layouts = [layout_of(folder.absolute()) for folder in arguments.folders]
+    reference, notes, current, cache = "", [], "", ""
+    if (arguments.etc / "settings.yaml").exists():
+        settings = read_settings(arguments.etc)
+        reference = settings.image
+        layouts = layouts or [want.layout for want in wants(settings)]
+    try:
+        inspected = _inspect()
+    except UnavailableError as error:
+        inspected = []
+        notes.append(f"images are not listed: {error.message}")
+    for image in inspected:
+        names = [*(image.get("RepoTags") or []), *(image.get("RepoDigests") or [])]
+        if reference and reference in names:
+            current = str(image["Id"])
+            cache = str(
+                arguments.state / "cache" / image_content(image).removeprefix("sha256:")[:CONTENT_DIGITS]
+            )
+    found = prune.old(prune.images(inspected, reference), current)
+    return found + prune.file_items(layouts, arguments.state, cache, time.time()), notes
+
+
+def _inspect() -> list[dict[str, Any]]:
+    ids = _docker("image", "ls", "--quiet", "--no-trunc").split()
+    return list(json.loads(_docker("image", "inspect", *dict.fromkeys(ids)))) if ids else []
+
+
+def _docker(*argv: str) -> str:
+    from glm53_service.run import run
+
+    return asyncio.run(run(["docker", *argv], timeout_seconds=LONG_SECONDS))
+
+
+def _remove(item: Item) -> str:
+    """Return `removed`, or why it is still there."""
+    from glm53_service.artifacts.prune import Kind, remove_files
+
+    try:
+        if item.kind is not Kind.IMAGE:
+            remove_files(item)
+            return "removed"
+        (image,) = json.loads(_docker("image", "inspect", item.name))
+        names = [*(image.get("RepoTags") or []), *(image.get("RepoDigests") or [])]
+        # By its names and without force: docker itself refuses an image that a container uses.
+        _docker("image", "rm", *names)
+    except Glm53Error as error:
+        return f"NOT removed: {error.message}"
+    return "removed"
