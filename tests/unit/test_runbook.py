@@ -28,6 +28,7 @@ PARTS = (
     "cannot be read: ~",
     "epoch ~ rank ~",
     "glm53 channel",
+    "ended without its supervisor",
     "host went down",
     "import sys",
     "its licence is accepted",
