@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -269,3 +269,44 @@ def test_the_hold_after_an_exit_begins_with_the_exit(tmp_path: Path) -> None:
     assert lead._snapshot().exit_known_for == pytest.approx(0.21)
     lead._rank.report = Report(serial=2, state=RankState.RUNNING)
     assert lead._snapshot().exit_known_for == 0.0
+
+
+@pytest.mark.parametrize("broken", ["wait", "lines"])
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_rank_that_nobody_watches_any_more_is_no_running_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, node: str
+) -> None:
+    """Prevents 'ready' over a dead rank: the task that waits for its end, or reads its lines, had failed in a
+    way that nobody foresaw, and nobody was told.
+    """
+
+    async def story(pair: Pair) -> None:
+        docker = pair.docker[node]
+        wait, lines = docker.wait, docker.lines
+        failing = {"wait": broken == "wait", "lines": broken == "lines"}
+
+        async def fail(container: str, what: str) -> None:
+            if failing[what] and "check" not in docker.containers[container].spec.name:
+                await asyncio.sleep(0.5)
+                raise RuntimeError("made up")
+
+        async def failing_wait(container: str) -> int:
+            await fail(container, "wait")
+            return await wait(container)
+
+        async def failing_lines(container: str) -> AsyncIterator[str]:
+            await fail(container, "lines")
+            async for line in lines(container):
+                yield line
+
+        monkeypatch.setattr(docker, "wait", failing_wait)
+        monkeypatch.setattr(docker, "lines", failing_lines)
+        pair.start("a")
+        pair.start("b")
+        said = "is out of sight: its supervisor's own work failed: RuntimeError('made up')"
+        await pair.until(lambda: said in pair.service["a"].status().last_end, said)
+        failing[broken] = False
+        await pair.until(lambda: pair.service["a"].status().ready, "serving")
+        assert pair.service["a"].status().faults == 0
+
+    run_pair(tmp_path, story)
