@@ -157,7 +157,7 @@ class Follower:
         verdict = self._verdict()
         if verdict and self._launch is not None:
             log.warning(event(f"the lease on epoch {self._launch.epoch} is over: {verdict}"))
-            self._end(self._launch.epoch, verdict, fault=False)
+            self._end(self._launch.epoch, verdict, fault=False, unasked=True)
         self._show()
         try:
             async with asyncio.timeout(TICK_SECONDS):
@@ -316,22 +316,25 @@ class Follower:
         self._steps.add(task)
         task.add_done_callback(done)
 
-    def _end(self, epoch: int, reason: str, *, fault: bool) -> None:
+    def _end(self, epoch: int, reason: str, *, fault: bool, unasked: bool = False) -> None:
         """End the rank once; later calls for the same epoch find no launch any more.
 
         Steps take turns, first come first served, so the rank of the next epoch is made after this one is
-        gone.
+        gone. An end that the lead did not ask for is told as a refusal: there may be no container yet whose
+        end would tell.
         """
         if self._launch is None:
             return
         self._launch, self._last_end = None, reason
         for step in self._steps:
             step.cancel()
-        self._background.spawn(self._end_rank(epoch, reason, fault=fault))
+        self._background.spawn(self._end_rank(epoch, reason, fault=fault, unasked=unasked))
 
-    async def _end_rank(self, epoch: int, reason: str, *, fault: bool) -> None:
+    async def _end_rank(self, epoch: int, reason: str, *, fault: bool, unasked: bool) -> None:
         async with self._turn:
             await self._rank.end(reason, fault=fault)
+            if unasked:
+                self._rank.refuse(epoch, reason)
         log.info(event(f"the rank of epoch {epoch} is gone"))
 
     # What is shown ------------------------------------------------------------------------

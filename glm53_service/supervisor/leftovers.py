@@ -23,29 +23,31 @@ BOOT_LABEL = f"{LABEL}.boot"
 async def remove_leftovers(docker: DockerApi, cluster: str, world: World) -> None:
     """Remove every rank container of this cluster on this node, and tell of each.
 
-    One that was left by a machine that went down leaves evidence first: nothing else says why the pair ended.
-    UnavailableError when docker does not answer.
+    One that had ended by itself, or under a machine that went down, leaves evidence first: nothing else says
+    why the pair ended. UnavailableError when docker does not answer.
     """
     for container, name in await docker.ours(cluster):
-        how = await _under_a_dead_host(docker, container, world)
+        how = await _keep_how_it_ended(docker, container, world)
         await docker.remove(container)
         log.warning(event("removed a container of an earlier supervisor", container=name, how=how))
 
 
-async def _under_a_dead_host(docker: DockerApi, container: str, world: World) -> str:
-    """Return how the container ended, with its evidence kept, if the machine went down under it."""
+async def _keep_how_it_ended(docker: DockerApi, container: str, world: World) -> str:
+    """Return how the container ended, with its evidence kept; empty for one that never ran, or still runs."""
     try:
         inspect = await docker.inspect(container)
     except UnavailableError:
         return ""  # it cannot be looked at; that it goes is what counts
     boot = (inspect.get("Config", {}).get("Labels") or {}).get(BOOT_LABEL)
     state = inspect.get("State", {})
-    if not boot or boot == read_boot_id(world.root) or state.get("Status") == "created":
+    went_down = bool(boot) and boot != read_boot_id(world.root) and state.get("Status") != "created"
+    if not went_down and state.get("Status") not in ("exited", "dead"):
         return ""
-    how = exit_text(state, host_restarted=True)
+    how = exit_text(state, host_restarted=went_down)
     files = {"reason.txt": how + "\n", "inspect.json": json.dumps(inspect, indent=1)}
+    label = "host went down" if went_down else "ended without its supervisor"
     try:
-        save_evidence(world.state / "evidence", "host went down", files, wall=world.wall())
+        save_evidence(world.state / "evidence", label, files, wall=world.wall())
     except OSError as error:
         log.error(event("evidence could not be kept", error=error.strerror))
     return how

@@ -69,7 +69,7 @@ class _Link:
     paths: dict[PathName, _Path] = field(default_factory=dict)
     heard: dict[PathName, float] = field(default_factory=dict)
     report: Report = field(default_factory=Report)
-    deaf: float = 0.0
+    deaf: float = NEVER
     bye: str = ""
     rejected: str = ""
     memory: Memory | None = None
@@ -245,7 +245,7 @@ class Members:
         if abs(skew) > CLOCK_SKEW_SECONDS and not link.paths:
             log.warning(event("the clocks differ; the logs will too", node=hello.node, seconds=skew))
         if link.instance != hello.instance:
-            link.report, link.deaf = Report(), 0.0
+            link.report, link.deaf = Report(), NEVER
             if link.hello is not None and link.hello.boot_id != hello.boot_id:
                 log.warning(event(f"{hello.node}: {HOST_WENT_DOWN}"))
             link.boots[hello.instance] = hello.boot_id

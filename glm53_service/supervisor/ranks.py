@@ -7,8 +7,9 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -179,9 +180,23 @@ class Rank:
         await self._docker.start(self._container)
         self._change(RankState.RUNNING)
         self._tasks = [
-            asyncio.create_task(self._follow(self._container)),
-            asyncio.create_task(self._await_exit(self._container)),
+            self._watched(self._follow(self._container)),
+            self._watched(self._await_exit(self._container)),
         ]
+
+    def _watched(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run work that a running rank cannot do without: one that nobody watches is out of sight."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._failed)
+        return task
+
+    def _failed(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        log.error(event("watching the rank failed", error=repr(error)), exc_info=error)
+        if self.report.state is RankState.RUNNING:
+            self._change(RankState.EXITED, None, f"its supervisor's own work failed: {error!r}")
 
     async def end(self, reason: str, *, fault: bool, grace_seconds: int = 0) -> None:
         """End the container (with a drain when there is a grace), keep evidence of a fault, remove it.

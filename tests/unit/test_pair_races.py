@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from glm53_service.artifacts.content import image_content
 from glm53_service.engines.base import ContainerSpec, Launch
-from glm53_service.supervisor import dial, follow
+from glm53_service.fabric.rails import Fabric
+from glm53_service.supervisor import dial, follow, members
 from glm53_service.supervisor.cleanup import clean_up
+from glm53_service.supervisor.decide import Action, decide
 from glm53_service.supervisor.follow import Follower
 from glm53_service.supervisor.lead import Lead
 from glm53_service.supervisor.messages import (
+    Beat,
     Hello,
     Look,
     Message,
@@ -269,3 +273,103 @@ def test_the_hold_after_an_exit_begins_with_the_exit(tmp_path: Path) -> None:
     assert lead._snapshot().exit_known_for == pytest.approx(0.21)
     lead._rank.report = Report(serial=2, state=RankState.RUNNING)
     assert lead._snapshot().exit_known_for == 0.0
+
+
+@pytest.mark.parametrize("broken", ["wait", "lines"])
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_rank_that_nobody_watches_any_more_is_no_running_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, node: str
+) -> None:
+    """Prevents 'ready' over a dead rank: the task that waits for its end, or reads its lines, had failed in a
+    way that nobody foresaw, and nobody was told.
+    """
+
+    async def story(pair: Pair) -> None:
+        docker = pair.docker[node]
+        wait, lines = docker.wait, docker.lines
+        failing = {"wait": broken == "wait", "lines": broken == "lines"}
+
+        async def fail(container: str, what: str) -> None:
+            if failing[what] and "check" not in docker.containers[container].spec.name:
+                await asyncio.sleep(0.5)
+                raise RuntimeError("made up")
+
+        async def failing_wait(container: str) -> int:
+            await fail(container, "wait")
+            return await wait(container)
+
+        async def failing_lines(container: str) -> AsyncIterator[str]:
+            await fail(container, "lines")
+            async for line in lines(container):
+                yield line
+
+        monkeypatch.setattr(docker, "wait", failing_wait)
+        monkeypatch.setattr(docker, "lines", failing_lines)
+        pair.start("a")
+        pair.start("b")
+        said = "is out of sight: its supervisor's own work failed: RuntimeError('made up')"
+        await pair.until(lambda: said in pair.service["a"].status().last_end, said)
+        failing[broken] = False
+        await pair.until(lambda: pair.service["a"].status().ready, "serving")
+        assert pair.service["a"].status().faults == 0
+
+    run_pair(tmp_path, story)
+
+
+def test_no_epoch_begins_before_the_follower_says_that_it_hears_its_lead(tmp_path: Path) -> None:
+    """Prevents five minutes of 'preparing': with one lost packet the fabric's welcome comes later than the
+    launch over the other network, and the follower drops a launch of a lead that it does not hear.
+    """
+    pair = Pair(tmp_path, 29_541, 28_891, FakeApi(28_881, model="m", reply=""))
+    settings = make_settings(tmp_path)
+    lead = Lead(pair.node("a"), settings, ("ab" * 32,), "r1", FakeDocker(), pair.world("a"))
+    link = lead._members._links["b"]
+    path = members._Path(cast(Any, None), None, cast(Any, None), lead._world.clock())
+    hello = Hello(
+        node="b",
+        instance="i",
+        boot_id="1",
+        release="r1",
+        wall_time=lead._world.wall(),
+        path=PathName.FABRIC,
+        report=Report(),
+    )
+    said = "waiting for b (rank 1): it does not hear this node over the fabric yet"
+    lead._members._admit(link, hello, path)
+    lead._fabric = Fabric(rails=())
+    assert decide(lead._snapshot(), settings.supervision).reasons == (said,)
+    lead._members._hear(link, PathName.FABRIC, path, Beat(report=Report(), fabric_silence=0.01))
+    assert decide(lead._snapshot(), settings.supervision).action is Action.BEGIN
+
+
+def test_a_lease_that_ends_before_the_container_is_made_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents five minutes of 'preparing' on a fabric that fails one way only: the lead hears the follower,
+    which has dropped the launch and has no container whose end it could tell of.
+    """
+    plain, deaf = members._send, [False]
+
+    async def send(to: Any, message: Message) -> None:
+        link = pairs[0].service["a"]._members._links["b"]
+        if not (deaf[0] and link.paths.get(PathName.FABRIC) is to):
+            await plain(to, message)
+
+    monkeypatch.setattr(members, "_send", send)
+    monkeypatch.setattr(dial, "CONNECT_SECONDS", 0.3)  # as in earnest: well below peer_lost_seconds
+    pairs: list[Pair] = []
+
+    async def story(pair: Pair) -> None:
+        pairs.append(pair)
+        pair.docker["b"].create_seconds = 3.0
+        pair.start("a")
+        pair.start("b")
+        await pair.until(lambda: pair.service["b"]._launch is not None, "the launch is here")
+        deaf[0] = True
+        said = "b (rank 1): the fabric is silent for "
+        await pair.until(lambda: pair.service["a"].status().last_end.startswith(said), said)
+        deaf[0], pair.docker["b"].create_seconds = False, 0.0
+        await pair.until(lambda: pair.service["a"].status().ready, "serving")
+        assert pair.service["a"].status().faults == 0
+
+    run_pair(tmp_path, story)

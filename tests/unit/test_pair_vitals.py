@@ -392,9 +392,20 @@ def test_a_worker_whose_host_went_down_is_told_as_that(
     assert "b: its host went down and came back (boot id changed)" in caplog.text
 
 
-@pytest.mark.parametrize("boot", ["first-boot", "second-boot"])
-def test_the_heads_own_leftovers_say_whether_its_host_went_down(tmp_path: Path, boot: str) -> None:
-    """Prevents evidence of a power cut after a mere restart, and none after a power cut of the head."""
+@pytest.mark.parametrize(
+    ("boot", "code", "kept"),
+    [
+        ("second-boot", 255, "host-went-down"),
+        ("first-boot", 137, "ended-without-its-supervisor"),
+        ("first-boot", None, ""),
+    ],
+)
+def test_the_heads_own_leftovers_say_how_they_ended(
+    tmp_path: Path, boot: str, code: int | None, kept: str
+) -> None:
+    """Prevents evidence of a power cut after a mere restart, none after a power cut of the head, and docker's
+    word on a rank that had ended (137) from going with its container at the next start.
+    """
 
     async def story(pair: Pair) -> None:
         nodes = machines(pair)
@@ -403,12 +414,15 @@ def test_the_heads_own_leftovers_say_whether_its_host_went_down(tmp_path: Path, 
         await pair.serving(1)
         rank = pair.docker["a"].running()[0]
         await pair.kill("a")
-        await pair.docker["a"].exit(rank, 255)
+        if code is not None:
+            await pair.docker["a"].exit(rank, code)
         nodes["a"].boot(boot)
         pair.start("a")
         await pair.serving(2)
-        kept: list[Any] = [path.name for path in pair.evidence("a")]
-        assert len(kept) == (boot == "second-boot")
+        folders = pair.evidence("a")
+        assert [folder.name.partition("Z-")[2] for folder in folders] == ([kept] if kept else [])
+        for folder in folders:
+            assert json.loads((folder / "inspect.json").read_text())["State"]["ExitCode"] == code
 
     run_pair(tmp_path, story, supervision=PATIENT)
 
