@@ -17,6 +17,7 @@ from glm53_service.artifacts.prune_verb import add_prune_verb
 from glm53_service.artifacts.verbs import add_verbs
 from glm53_service.ask import ask, gate_port
 from glm53_service.errors import ConfigError, Glm53Error, NotServingError, UnavailableError, UsageError
+from glm53_service.looking import add_looking_verbs
 
 if TYPE_CHECKING:
     from glm53_service.config import Value
@@ -24,30 +25,8 @@ if TYPE_CHECKING:
     from glm53_service.settings import Settings
 
 ETC = Path("/etc/glm53")
-STATE = Path("/var/lib/glm53")
 OPTIONS: dict[str, dict[str, Any]] = {
     "--json": {"action": "store_true", "help": "for programs"},
-    "--from": {
-        "dest": "tree",
-        "type": Path,
-        "metavar": "TREE",
-        "help": "look at a snapshot in place of this machine",
-    },
-    "--compare": {
-        "type": Path,
-        "nargs": "+",
-        "metavar": "FILE",
-        "help": "lay what --json wrote on several nodes side by side",
-    },
-    "--rail": {"type": int, "metavar": "N", "help": "measure this rail, counted from 0"},
-    "--serve": {"action": "store_true", "help": "be the side that receives, and wait for the other"},
-    "--peer": {"default": "", "metavar": "NODE", "help": "the other node (needed with more than two)"},
-    "--seconds": {"type": int, "default": 5, "help": "length of a measurement (%(default)s)"},
-    "--bytes": {"type": int, "default": 65536, "help": "size of a buffer (%(default)s)"},
-    "--gather": {"action": "store_true", "help": "this node's part of an all-gather of all nodes"},
-    "--image": {"default": "", "help": "engine image of the all-gather (default: the one from the head)"},
-    "--device": {"default": "cuda", "choices": ("cuda", "cpu"), "help": "nccl, or gloo (%(default)s)"},
-    "--out": {"type": Path, "metavar": "DIR", "help": "a new folder (default: one with node and time)"},
     "--origin": {"action": "store_true", "help": "where each value comes from"},
 }
 
@@ -82,40 +61,6 @@ def _parser() -> argparse.ArgumentParser:
         ),
         ("command", _command, "the exact container of each rank of the current epoch", ("--json",)),
         ("config", _config, "each effective value of the head's settings", ("--json", "--origin")),
-        (
-            "fabric",
-            _fabric,
-            "the rails of this node and whether its peers answer; a fault has an exit code of its own",
-            ("--json", "--from"),
-        ),
-        (
-            "doctor",
-            _doctor,
-            "read-only checks of this node; exit 10 for warnings, 11 for errors",
-            ("--json", "--from", "--compare"),
-        ),
-        (
-            "bandwidth",
-            _bandwidth,
-            "what the rails' last measurement said; with --rail: one side of a measurement (as root)",
-            (
-                "--json",
-                "--rail",
-                "--serve",
-                "--peer",
-                "--seconds",
-                "--bytes",
-                "--gather",
-                "--image",
-                "--device",
-            ),
-        ),
-        (
-            "snapshot",
-            _snapshot,
-            "save what the checks read as plain files, without secrets, for somebody else to look at",
-            ("--out",),
-        ),
         ("check", _check, "validate this node's settings; exit 78 names every fault", ()),
         ("version", _version, "package version and release", ()),
         ("lead", _lead, "supervise rank 0 (glm53-head.service)", ()),
@@ -129,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add_verbs(commands)
     add_pair_verbs(commands)
     add_prune_verb(commands)
+    add_looking_verbs(commands)
     return parser
 
 
@@ -232,51 +178,6 @@ def _command(arguments: argparse.Namespace) -> int:
         else "\n\n".join(f"# {who}\n{command}" for who, command in commands.items())
     )
     return 0
-
-
-def _fabric(arguments: argparse.Namespace) -> int:
-    from glm53_service.doctor.commands import fabric_command, source_of
-
-    return fabric_command(source_of(arguments.etc, arguments.tree), as_json=arguments.json)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from glm53_service.doctor.commands import compare_command, doctor_command, source_of
-
-    if arguments.compare:
-        return compare_command(arguments.compare, as_json=arguments.json)
-    return doctor_command(source_of(arguments.etc, arguments.tree), as_json=arguments.json)
-
-
-def _bandwidth(arguments: argparse.Namespace) -> int:
-    from glm53_service.bandwidth.command import Wish, gather_command, measure_command, show_command
-    from glm53_service.node import read_node
-
-    kept = STATE / "bandwidth.json"
-    if arguments.rail is None and not arguments.gather:
-        return show_command(kept, as_json=arguments.json)
-    try:
-        status = ask(gate_port(arguments.etc))
-    except UnavailableError:
-        status = None
-    node = read_node(arguments.etc)
-    if arguments.gather:
-        cuda, image = arguments.device == "cuda", arguments.image
-        return gather_command(node, image, kept, status, cuda=cuda)
-    wish = Wish(
-        rail=arguments.rail,
-        peer=arguments.peer,
-        serve=arguments.serve,
-        seconds=arguments.seconds,
-        buffer_bytes=arguments.bytes,
-    )
-    return measure_command(node, wish, kept, status)
-
-
-def _snapshot(arguments: argparse.Namespace) -> int:
-    from glm53_service.doctor.commands import snapshot_command, source_of
-
-    return snapshot_command(source_of(arguments.etc, None), arguments.out)
 
 
 def _table(now: dict[str, Any]) -> str:

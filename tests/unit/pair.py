@@ -64,6 +64,7 @@ class Pair:
     docker_state: dict[str, str] = field(default_factory=lambda: {"a": "active\n", "b": "active\n"})
     links: dict[str, str] = field(default_factory=lambda: {"a": LINKS, "b": LINKS})
     fabric: dict[str, str] = field(default_factory=lambda: {"a": "127.0.1.1", "b": "127.0.1.2"})
+    kernel_log: dict[str, str] = field(default_factory=lambda: {"a": "", "b": ""})
     dead: set[tuple[str, str]] = field(default_factory=set)
     pings: list[tuple[str, ...]] = field(default_factory=list)
 
@@ -86,7 +87,8 @@ class Pair:
                 self.pings.append((name, *argv))
                 if (name, argv[-1]) in self.dead:
                     raise CommandError("no answer", code=1)
-            return self.docker_state[name] if argv[0] == "systemctl" else self.links[name]
+            answers = {"systemctl": self.docker_state, "journalctl": self.kernel_log}
+            return answers.get(argv[0], self.links)[name]
 
         root = self.roots.get(name, Path("/"))
         return World(runner=runner, notifier=Notifier({}), state=self.folder / name, root=root)

@@ -378,8 +378,10 @@ def test_a_snapshot_gives_the_doctors_own_answer(tmp_path: Path) -> None:
 def test_the_supervisors_do_not_load_the_doctor() -> None:
     """Prevents checks that nobody runs from taking memory that the model needs."""
     code = (
-        "import sys, glm53_service.supervisor.lead, glm53_service.supervisor.follow;"
-        "print([name for name in sys.modules if name.startswith('glm53_service.doctor')])"
+        "import sys, glm53_service.cli, glm53_service.supervisor.lead, glm53_service.supervisor.follow;"
+        "glm53_service.cli._parser();"
+        "heavy = ('glm53_service.doctor', 'glm53_service.bandwidth');"
+        "print([name for name in sys.modules if name.startswith(heavy)])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,23 @@ def test_a_network_that_nccl_did_not_take_is_a_warning_in_status(tmp_path: Path)
         assert pair.service["a"].status().ready
 
     run_pair(tmp_path, story)
+
+
+def test_a_lost_card_is_waited_for_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents (report 42) a restart loop over a ConnectX that only a reboot brings back."""
+    monkeypatch.setattr("glm53_service.fabric.probe.read_hcas", lambda _: ())
+    monkeypatch.setattr("glm53_service.fabric.probe.connectx_functions", lambda _: ())
+
+    async def story(pair: Pair) -> None:
+        pair.kernel_log["a"] = "pcieport 0000:00:00.0: AER: Uncorrectable (Fatal) error message received\n"
+        pair.start("a")
+        pair.start("b")
+        lead = pair.service["a"]
+        await pair.until(lambda: "Reboot this node" in str(lead.status().reasons), "the reason")
+        await asyncio.sleep(0.5)  # ten more looks
+        status = lead.status()
+        assert (status.state, status.epoch, status.faults) == ("waiting", 0, 0)
+        assert not pair.tasks["a"].done()
+
+    image = f"unit/engine@sha256:{'7' * 64}"
+    run_pair(tmp_path, story, device="cuda", image=image, vllm={"kv_cache_memory": None})
