@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from glm53_service.settings import Settings
 
 ETC = Path("/etc/glm53")
+INTERRUPTED = 130
+"""128 and SIGINT's number, as shells have it."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "--json": {"action": "store_true", "help": "for programs"},
     "--origin": {"action": "store_true", "help": "where each value comes from"},
@@ -43,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             raise
         print(f"glm53: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("glm53: stopped; a download or a copy goes on with the next run", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def _parser() -> argparse.ArgumentParser:

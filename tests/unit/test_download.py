@@ -16,7 +16,7 @@ from glm53_service.artifacts.disk import held
 from glm53_service.artifacts.download import Options, Outcome, World, download
 from glm53_service.artifacts.hub import Hub
 from glm53_service.artifacts.layout import layout_of
-from glm53_service.artifacts.manifest import NAME, read_manifest
+from glm53_service.artifacts.manifest import NAME, UNFINISHED, read_manifest
 from glm53_service.artifacts.sources import Want
 from glm53_service.errors import ArtifactError, AuthError, BusyError, Glm53Error, UnavailableError
 from glm53_service.settings import Source
@@ -246,9 +246,10 @@ def test_a_hub_that_stays_away_ends_the_run_and_nothing_is_lost(site: Site, tmp_
 
 def test_wrong_bytes_are_never_put_in_place(site: Site, tmp_path: Path) -> None:
     """Prevents a flipped bit on the way from becoming the model; the file is fetched anew, then given up."""
-    site.hub.wrong[SHARD] = 1
+    site.hub.wrong = {SHARD: 1, "config.json": 1}
     site.get(tmp_path / "a")
     assert contents(tmp_path / "a") == files(site)
+    assert site.hub.sent("config.json") == ["", ""]
     site.hub.wrong[SHARD] = 9
     with pytest.raises(ArtifactError, match=rf"{SHARD}: what came is not what .* lists, three times"):
         site.get(tmp_path / "b")
@@ -432,6 +433,34 @@ def test_a_flipped_bit_is_found_by_full_and_repaired_alone(site: Site, tmp_path:
     assert site.get(folder, full=True, repair=True).fetched == 1
     assert (contents(folder), site.hub.sent(SHARD)) == (files(site), [""])
     assert blob.read_bytes() == files(site)[SHARD]
+
+
+def test_a_repair_never_writes_into_another_revisions_blob(site: Site, tmp_path: Path) -> None:
+    """Prevents a repair that destroys the snapshot to go back to: the link led to the other's content."""
+    folder = cache(tmp_path / "hub", files(site))
+    other = folder.parents[1] / "blobs" / ("e" * 40)
+    other.write_bytes(b"of another revision")
+    (folder / "README.md").resolve().unlink()
+    (folder / "README.md").unlink()
+    (folder / "README.md").symlink_to(Path("../../blobs") / other.name)
+    with pytest.raises(ArtifactError, match=r"README\.md: 19 bytes, expected 7"):
+        site.get(folder)
+    assert site.get(folder, repair=True).fetched == 1
+    assert other.read_bytes() == b"of another revision"
+    assert contents(folder) == files(site)
+
+
+def test_a_check_that_ends_early_is_not_made_twice(site: Site, tmp_path: Path) -> None:
+    """Prevents hashing 164 GiB again because the last file of an adopted copy was wrong."""
+    folder = flat(tmp_path / "m", files(site))
+    (folder / "model-00003-of-00003.safetensors").write_bytes(
+        bytes(len(files(site)["model-00003-of-00003.safetensors"]))
+    )
+    with pytest.raises(ArtifactError, match="model-00003"):
+        site.get(folder)
+    proven = read_manifest(folder, UNFINISHED)
+    assert proven is not None
+    assert {e.path for e in proven.files} >= {"model-00001-of-00003.safetensors", SHARD}
 
 
 def test_another_revision_in_the_folder_is_refused(site: Site, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_caches_other_revisions_and_their_blobs(tmp_path: Path) -> None:
     aged(storage / "blobs", 10)
     fresh = storage / "blobs" / ("f" * 64)
     fresh.write_bytes(b"a download that runs: its link comes last")
-    os.utime(fresh, (NOW, NOW))
+    os.utime(fresh, (NOW - 60, NOW - 60))
     found = file_items([layout_of(current)], tmp_path / "state", "", NOW)
     assert {i.name for i in found if i.kind is Kind.SNAPSHOT} == {
         str(storage / "snapshots" / ("a" * 40)),

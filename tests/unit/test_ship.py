@@ -122,6 +122,11 @@ def test_a_file_is_never_written_through_a_link(head: Path, tmp_path: Path) -> N
     other = tmp_path / "other"
     other.write_bytes(b"precious")
     (worker / SHARD).symlink_to(other)
+    part = worker / f".{SHARD}.{sha256(FILES[SHARD])[:16]}.incomplete"
+    part.symlink_to(other)
+    with pytest.raises(ArtifactError, match="symbolic links"):
+        send(head, worker)
+    part.unlink()
     send(head, worker)
     assert other.read_bytes() == b"precious"
     assert contents(worker) == FILES
@@ -167,7 +172,9 @@ def _zombie(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_an_unfinished_file_is_continued_and_a_rotten_one_sent_anew(head: Path, tmp_path: Path) -> None:
+def test_an_unfinished_file_is_continued_and_a_rotten_one_sent_anew(
+    head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Prevents both: sending again what is there, and a file glued of old and new bytes."""
     worker = tmp_path / "worker"
     worker.mkdir()
@@ -175,10 +182,12 @@ def test_an_unfinished_file_is_continued_and_a_rotten_one_sent_anew(head: Path, 
     part.write_bytes(FILES[SHARD][:100_000])
     total = sum(map(len, FILES.values()))
     assert send(head, worker).bytes == total - 98_304
+    assert "arrived wrong" not in capsys.readouterr().err
     (worker / SHARD).unlink()
     part.write_bytes(b"x" * 100_000)
     send(head, worker)
     assert contents(worker) == FILES
+    assert f"{SHARD}: arrived wrong; sent again" in capsys.readouterr().err
 
 
 def test_a_rotten_file_of_the_head_is_not_shipped(head: Path, tmp_path: Path) -> None:
