@@ -15,6 +15,7 @@ import msgspec
 
 from glm53_service.artifacts.content import image_content, local_tag
 from glm53_service.artifacts.draft import read_draft_files
+from glm53_service.artifacts.ready import check_model
 from glm53_service.docker import DockerApi, remove_ours
 from glm53_service.drafter import DrafterKind, check_files
 from glm53_service.engines.base import Engine, Launch, Line, LineKind, Place
@@ -105,7 +106,7 @@ class Rank:
         self._epoch = launch.epoch
         await remove_ours(self._docker, self._cluster)
         image = await self._image(launch)
-        self._check_model(Path(launch.settings.model.path))
+        await asyncio.to_thread(check_model, Path(launch.settings.model.path))
         place = self.place(fabric, launch.image_content)
         self._check_drafter(launch)
         self._check_ports(engine.listens(launch, place))
@@ -295,17 +296,6 @@ class Rank:
                 f" {launch.image_content[:19]} there"
             )
         raise UnavailableError(found, hint="run site.yml: it ships the head's image")
-
-    def _check_model(self, path: Path) -> None:
-        try:
-            readable = (path / "config.json").read_bytes()
-        except OSError as error:
-            raise UnavailableError(
-                f"{path}/config.json cannot be read by this service: {error.strerror}",
-                hint="run site.yml: it ships the head's model directory",
-            ) from None
-        if not readable:
-            raise UnavailableError(f"{path}/config.json is empty", hint="run site.yml again")
 
     def _check_drafter(self, launch: Launch) -> None:
         choice = launch.choice

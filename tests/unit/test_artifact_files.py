@@ -18,11 +18,12 @@ from glm53_service.artifacts.manifest import (
     encode_manifest,
     write_manifest,
 )
+from glm53_service.artifacts.ready import check_model
 from glm53_service.artifacts.snapshot import Kind, full_check, own_word, quick_check
 from glm53_service.artifacts.sources import FALLBACKS, RECIPES, drafter_note, wants
 from glm53_service.artifacts.verify import verify
 from glm53_service.engines import engine_for
-from glm53_service.errors import ArtifactError, ConfigError
+from glm53_service.errors import ArtifactError, ConfigError, UnavailableError
 from tests.unit.fixtures import launch_of, place, settings_of, tensorfold_data, vllm_data, with_dflash2
 from tests.unit.hub_server import COMMIT, sha256
 from tests.unit.hub_server import git_sha1 as git_sha1_of
@@ -251,3 +252,23 @@ def test_a_container_sees_what_a_caches_links_lead_to(engine: str) -> None:
     spec = engine_for(settings).container(launch_of(settings), place(1), "sha256:x")
     assert [m.source for m in spec.mounts if m.read_only] == ["/data/hub"]
     assert path in spec.command
+
+
+def test_a_start_looks_at_names_links_sizes_and_small_files(tmp_path: Path) -> None:
+    """Prevents a start that fails after minutes of loading: a shard is short, or a link leads nowhere."""
+    folder = cache(tmp_path / "hub", FILES)
+    write_manifest(folder, manifest_of(FILES))
+    check_model(folder)
+    (folder / "stranger.safetensors").write_bytes(b"x")
+    check_model(folder)
+    (folder / SHARD).resolve().unlink()
+    with pytest.raises(UnavailableError, match=rf"not what its manifest says:\n  - {SHARD}: a link to"):
+        check_model(folder)
+    (folder / NAME).write_text("{")
+    with pytest.raises(UnavailableError, match="is no manifest"):
+        check_model(folder)
+    (folder / NAME).unlink()
+    check_model(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(UnavailableError, match=r"config\.json cannot be read by this service: No such file"):
+        check_model(folder)
