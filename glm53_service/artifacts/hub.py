@@ -5,6 +5,7 @@ The client is imported when it is first used: it is 34 MiB that nothing else on 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import stat
@@ -91,6 +92,8 @@ class Hub:
                 "huggingface_hub is not installed here",
                 hint="site.yml installs it with the release; elsewhere: pip install -r requirements/node.txt",
             ) from None
+        # Its warnings have whole addresses in them, which are signed for whoever asked.
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         self._token: str | bool = token or False
         self._api: Any = HfApi(endpoint=endpoint, token=self._token)
         self._files: Any = file_download

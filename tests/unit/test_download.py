@@ -168,11 +168,14 @@ def test_without_a_manifest_and_network_its_own_index_is_asked(site: Site, tmp_p
         site.get(folder)
 
 
-def test_a_cut_connection_goes_on_in_the_middle(site: Site, tmp_path: Path) -> None:
-    """Prevents starting 1.5 GB anew for each dropped connection."""
+def test_a_cut_connection_goes_on_in_the_middle(
+    site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prevents starting 1.5 GB anew for each dropped connection, and signed addresses in a log."""
     site.hub.drop[SHARD] = [1000]
     site.get(tmp_path / "m")
     assert site.hub.sent(SHARD) == ["", "bytes=1000-"]
+    assert "/store/" not in caplog.text
     assert contents(tmp_path / "m") == files(site)
 
 
