@@ -34,6 +34,9 @@ ENVIRONMENT = {
 AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """Answers of the hub that are worth another try."""
 
+TALKERS = ("huggingface_hub", "httpx2", "httpcore2")
+"""The client's loggers: they tell whole addresses, which are signed for whoever asked."""
+
 
 class Refused(Exception):
     """A request that failed. `again`: another try may help; `gone`: the repository cannot be had at all."""
@@ -92,8 +95,8 @@ class Hub:
                 "huggingface_hub is not installed here",
                 hint="site.yml installs it with the release; elsewhere: pip install -r requirements/node.txt",
             ) from None
-        # Its warnings have whole addresses in them, which are signed for whoever asked.
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        for name in TALKERS:
+            logging.getLogger(name).setLevel(logging.ERROR)
         self._token: str | bool = token or False
         self._api: Any = HfApi(endpoint=endpoint, token=self._token)
         self._files: Any = file_download

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 import time
@@ -172,6 +173,7 @@ def test_a_cut_connection_goes_on_in_the_middle(
     site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Prevents starting 1.5 GB anew for each dropped connection, and signed addresses in a log."""
+    caplog.set_level(logging.DEBUG)
     site.hub.drop[SHARD] = [1000]
     site.get(tmp_path / "m")
     assert site.hub.sent(SHARD) == ["", "bytes=1000-"]
