@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from glm53_service.engines.base import GpuMode
 from glm53_service.errors import ConfigError
 from glm53_service.fabric.rails import Wishes
 from glm53_service.fabric.selector import parse_selector
@@ -43,6 +44,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
     node: str
     supervisor_port: Port = 29540
+    gpu_mode: GpuMode = GpuMode.GPUS
     nodes: tuple[Peer, ...]
 
     @property

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from lab.settings import ACCOUNT, IMAGE, MODEL, MODEL_DIR, RAILS, Host
+from lab.settings import ACCOUNT, IMAGE, MACHINE_ADDRESS, MODEL, MODEL_DIR, RAILS, Host
 
 Yaml = str | int | float | bool | None | list["Yaml"] | dict[str, "Yaml"]
 
@@ -73,6 +73,7 @@ def group_variables(ssh: Path) -> dict[str, Yaml]:
         "glm53_model_name": MODEL,
         "glm53_api_bind": "management",
         "glm53_api_without_key": True,
+        "glm53_api_open_from": [MACHINE_ADDRESS],
         "glm53_canary": {
             "prompt": "What is the capital of France? Answer with one word.",
             "expect": "Paris",

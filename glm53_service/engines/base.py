@@ -63,6 +63,21 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         return planned
 
 
+class GpuMode(StrEnum):
+    """How docker gives a container the GPUs: its own request (`--gpus`), CDI, or NVIDIA's runtime.
+
+    Which one works depends on the node's container toolkit; site.yml tries them and writes node.yaml.
+    """
+
+    GPUS = "gpus"
+    CDI = "cdi"
+    RUNTIME = "runtime"
+
+
+CDI_DEVICES = "nvidia.com/gpu=all"
+"""Every GPU, by the name that `nvidia-ctk cdi generate` gives them all together."""
+
+
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Where a rank runs: its rank, its node's fabric and management address, the service account, its
     cache folder.
@@ -74,6 +89,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     uid: int
     gid: int
     cache: str
+    gpu_mode: GpuMode = GpuMode.GPUS
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +125,7 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     shm_bytes: int
     stop_seconds: int
     labels: dict[str, str]
-    gpus: bool
+    gpus: GpuMode | None
     rdma: bool
     entrypoint: tuple[str, ...] | None = None
     init: bool = False
@@ -133,8 +149,13 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
         limits += [("stack", self.stack_bytes)] if self.stack_bytes else []
         if limits:
             host["Ulimits"] = [{"Name": name, "Soft": value, "Hard": value} for name, value in limits]
-        if self.gpus:
-            host["DeviceRequests"] = [{"Driver": "", "Count": -1, "Capabilities": [["gpu"]]}]
+        match self.gpus:
+            case GpuMode.GPUS:
+                host["DeviceRequests"] = [{"Driver": "", "Count": -1, "Capabilities": [["gpu"]]}]
+            case GpuMode.CDI:
+                host["DeviceRequests"] = [{"Driver": "cdi", "DeviceIDs": [CDI_DEVICES]}]
+            case GpuMode.RUNTIME:
+                host["Runtime"] = "nvidia"
         if self.rdma:  # RDMA registers (pins) memory: without these the first queue pair fails
             host["CapAdd"] = ["IPC_LOCK"]
             host["Devices"] = [
@@ -148,7 +169,7 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
         return body | {
             "Image": self.image,
             "Cmd": list(self.command),
-            "Env": [f"{key}={value}" for key, value in sorted(self.environment.items())],
+            "Env": [f"{key}={value}" for key, value in sorted(self._environment().items())],
             "User": self.user,
             "Labels": self.labels,
             "StopTimeout": self.stop_seconds,
@@ -157,6 +178,11 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
             "Healthcheck": {"Test": ["NONE"]},
             "HostConfig": host,
         }
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment; NVIDIA's runtime reads there which GPUs to give."""
+        told = {"NVIDIA_VISIBLE_DEVICES": "all"} if self.gpus is GpuMode.RUNTIME else {}
+        return {**self.environment, **told}
 
     def shell(self) -> str:
         """Return the same container as a `docker run` line that can be pasted."""
@@ -187,8 +213,13 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
             "--stop-timeout",
             str(self.stop_seconds),
         ]
-        if self.gpus:
-            argv += ["--gpus", "all"]
+        match self.gpus:
+            case GpuMode.GPUS:
+                argv += ["--gpus", "all"]
+            case GpuMode.CDI:
+                argv += ["--device", CDI_DEVICES]
+            case GpuMode.RUNTIME:
+                argv += ["--runtime", "nvidia"]
         if self.rdma:
             argv += ["--cap-add", "IPC_LOCK", "--device", "/dev/infiniband"]
         for limit in host.get("Ulimits", ()):
@@ -198,7 +229,7 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
         argv += ["--entrypoint", first] if first else []
         for bind in host["Binds"]:
             argv += ["-v", bind]
-        for key, value in sorted(self.environment.items()):
+        for key, value in sorted(self._environment().items()):
             argv += ["-e", f"{key}={value}"]
         for key, value in sorted(self.labels.items()):
             argv += ["--label", f"{key}={value}"]

@@ -90,7 +90,7 @@ class TensorfoldEngine:
             shm_bytes=settings.tensorfold.shm_gib * GIB,
             stop_seconds=self.stop_seconds(settings, place.rank, serving=True),
             labels=labels(launch, place),
-            gpus=cuda,
+            gpus=place.gpu_mode if cuda else None,
             rdma=cuda,
             stack_bytes=STACK_BYTES,
         )
@@ -108,7 +108,7 @@ class TensorfoldEngine:
             shm_bytes=GIB,
             stop_seconds=0,
             labels=labels(launch, place),
-            gpus=False,
+            gpus=None,
             rdma=False,
             network="none",
         )

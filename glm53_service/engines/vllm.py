@@ -90,7 +90,7 @@ class VllmEngine:
             shm_bytes=settings.vllm.shm_gib * GIB,
             stop_seconds=int(settings.supervision.stop_grace_seconds),
             labels=labels(launch, place),
-            gpus=cuda,
+            gpus=place.gpu_mode if cuda else None,
             rdma=cuda,
         )
 
@@ -107,7 +107,7 @@ class VllmEngine:
             shm_bytes=GIB,
             stop_seconds=0,
             labels=labels(launch, place),
-            gpus=False,
+            gpus=None,
             rdma=False,
             network="none",
         )

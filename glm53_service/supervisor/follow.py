@@ -67,6 +67,7 @@ class Follower:
             node.cluster,
             rank=node.rank,
             management=node.me.management,
+            gpu_mode=node.gpu_mode,
             on_change=self._report,
             on_line=self._line,
         )

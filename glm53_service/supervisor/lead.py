@@ -105,6 +105,7 @@ class Lead:
             node.cluster,
             rank=0,
             management=node.lead.management,
+            gpu_mode=node.gpu_mode,
             on_change=self._wake.set,
             on_line=self._signs.line,
         )

@@ -18,7 +18,7 @@ from glm53_service.artifacts.draft import read_draft_files
 from glm53_service.artifacts.ready import check_model
 from glm53_service.docker import DockerApi, remove_ours
 from glm53_service.drafter import DrafterKind, check_files
-from glm53_service.engines.base import Engine, Launch, Line, LineKind, Place
+from glm53_service.engines.base import Engine, GpuMode, Launch, Line, LineKind, Place
 from glm53_service.errors import Glm53Error, UnavailableError
 from glm53_service.evidence import save_evidence
 from glm53_service.exits import exit_text
@@ -59,6 +59,7 @@ class Rank:
         *,
         rank: int,
         management: str,
+        gpu_mode: GpuMode,
         on_change: Callable[[], None],
         on_line: Callable[[Line], None],
     ) -> None:
@@ -67,6 +68,7 @@ class Rank:
         self._cluster = cluster
         self._rank = rank
         self._management = management
+        self._gpu_mode = gpu_mode
         self._on_change = on_change
         self._on_line = on_line
         self._container: str | None = None
@@ -90,6 +92,7 @@ class Rank:
             uid=os.getuid(),
             gid=os.getgid(),
             cache=str(self._world.state / "cache" / digits),
+            gpu_mode=self._gpu_mode,
         )
 
     async def prepare(

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from ansible.module_utils.parsing.convert_bool import boolean
 from ansible.plugins.action import ActionBase
 
 PLACEHOLDER = "CHANGE-ME"
+OPENINGS = {"glm53_api_open_from": "glm53_api_bind", "glm53_gate_open_from": "glm53_gate_bind"}
+"""The variables that open a port, and those that make it listen on the management network."""
+
 CONNECTION_VARIABLES = ("ansible_host", "ansible_user", "ansible_port")
 
 
@@ -143,6 +147,57 @@ def _twice(rails: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def overlap_problems(rails: Mapping[str, Any], management: Mapping[str, str]) -> list[str]:
+    """Return each rail whose network has a management address in it (host -> address): that link would go."""
+    problems = []
+    for host, value in rails.items():
+        for index, rail in enumerate(value):
+            network = ipaddress.IPv4Interface(str(rail["address"])).network
+            problems += [
+                f"{host}: glm53_fabric_rails[{index}]: {network} has the management address {address} of"
+                f" {other} in it; expected a network of its own, or that link is lost. Fix: choose another"
+                for other, address in management.items()
+                if _is_in(address, network)
+            ]
+    return problems
+
+
+def _is_in(address: str, network: ipaddress.IPv4Network) -> bool:
+    try:
+        return ipaddress.ip_address(address) in network
+    except ValueError:  # a name: only its address would tell
+        return False
+
+
+def opening_problems(host: str, variables: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with who may reach the API and the gate."""
+    problems = []
+    firewall = boolean(variables.get("glm53_firewall", True), strict=False)
+    for name, bind in OPENINGS.items():
+        sources = variables.get(name) or []
+        if not isinstance(sources, list):
+            return [f"{host}: {name}: found {sources!r}; expected a list, for example [192.168.1.0/24]"]
+        for source in sources:
+            try:
+                ipaddress.ip_network(str(source))
+            except ValueError:
+                problems.append(
+                    f"{host}: {name}: found {source!r}; expected an address or a network, for example"
+                    " 192.168.1.20 or 192.168.1.0/24 (all bits behind the prefix are 0)"
+                )
+        if variables.get(bind) == "management" and firewall and not sources:
+            problems.append(
+                f"{host}: {bind} is management, but {name} is empty, so the firewall lets nobody in. Fix: say"
+                f" who may, for example {name}: [192.168.1.0/24] (0.0.0.0/0 is everybody), or set"
+                " glm53_firewall: false"
+            )
+    return problems
+
+
+def _management(host: str, variables: Mapping[str, Any]) -> str:
+    return str(variables.get("glm53_management_address") or variables.get("ansible_host") or host)
+
+
 def known_names(checkout: Path) -> list[str]:
     """Return every variable that the site's role documents."""
     specs = yaml.safe_load((checkout / "roles/glm53/meta/argument_specs.yml").read_text(encoding="utf-8"))
@@ -171,7 +226,10 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         problems += unknown_names(names, known)
         if hosts and not unfilled:
             rails = {host: task_vars["hostvars"][host].get("glm53_fabric_rails") for host in hosts}
-            problems += rail_problems(rails)
+            wrong = rail_problems(rails)
+            management = {host: _management(host, task_vars["hostvars"][host]) for host in hosts}
+            problems += wrong or overlap_problems(rails, management)
+            problems += [p for host in hosts for p in opening_problems(host, task_vars["hostvars"][host])]
         if problems:
             heading = "The inventory cannot be used yet; nothing was touched."
             return {"failed": True, "changed": False, "msg": "\n- ".join([heading, *problems])}

@@ -56,6 +56,7 @@ def glm53_targets(
             "address": glm53_ip(rail["address"]),
             "netdev": netdev,
             "mtu": int(mtu),
+            "before": _addresses_now(hostvars[worker], rail["netdev"]),
             "ssh": True,
             "user": hostvars[worker]["__glm53_found"]["account"]["name"],
             "port": int(hostvars[worker].get("ansible_port") or 22),
@@ -65,13 +66,19 @@ def glm53_targets(
     ]
 
 
+def _addresses_now(variables: Mapping[str, Any], netdev: str) -> list[str]:
+    found = variables["__glm53_found"].get("netdevs", {}).get(netdev, {})
+    return [glm53_ip(address) for address in found.get("addresses", [])]
+
+
 def glm53_known_hosts(workers: list[str], hostvars: Mapping[str, Any]) -> list[str]:
     """Return known_hosts lines: each worker's own host key under its name and all of its addresses."""
     lines = []
     for worker in workers:
         variables = hostvars[worker]
         node = glm53_nodes([worker], hostvars)[0]
-        names = list(dict.fromkeys([str(worker), node["management"], *node["fabric"]]))
+        login = str(variables.get("ansible_host") or worker)
+        names = list(dict.fromkeys([str(worker), login, node["management"], *node["fabric"]]))
         port = int(variables.get("ansible_port") or 22)
         patterns = names if port == 22 else [f"[{name}]:{port}" for name in names]
         lines.append(f"{','.join(patterns)} {variables['__glm53_found']['host_key']}")
@@ -233,9 +240,12 @@ def glm53_incomplete(folders: list[Mapping[str, Any]], pins: list[Mapping[str, A
 
 
 def glm53_foreign_rails(
-    rails: list[Mapping[str, Any]], definitions: list[Mapping[str, Any]]
+    rails: list[Mapping[str, Any]], definitions: list[Mapping[str, Any]], mtu: int
 ) -> dict[str, Any]:
-    """Return which rails other netplan files define: `adopted` alike, or `conflicts` in words."""
+    """Return which rails other netplan files define: `adopted` alike, or `conflicts` in words.
+
+    A file without an MTU gives the device the kernel's 1500 at the next boot, whatever it has now.
+    """
     adopted, conflicts = [], []
     for rail in rails:
         others = [d for d in definitions if d["netdev"] == rail["netdev"]]
@@ -245,7 +255,13 @@ def glm53_foreign_rails(
             f" inventory {rail['address']}"
             for d in wrong
         ]
-        if others and not wrong:
+        otherwise = [d for d in others if d not in wrong and int(d["mtu"]) != int(mtu)]
+        conflicts += [
+            f"{d['file']} ({d['kind']}) gives {d['netdev']} MTU {d['mtu']}, the inventory {mtu}: set"
+            f" glm53_fabric_mtu: {d['mtu']}, or that file's mtu to {mtu}"
+            for d in otherwise
+        ]
+        if others and not wrong and not otherwise:
             adopted.append(rail["netdev"])
     return {"adopted": adopted, "conflicts": conflicts}
 

@@ -18,6 +18,19 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.glm53_docker import DOCKER_SOCKET, docker_get
+from ansible.module_utils.glm53_host import (
+    CANDIDATES,
+    PACKAGE_LINE,
+    PACKAGES,
+    candidate_facts,
+    docker_context,
+    networkmanager_devices,
+    package_facts,
+    ssh_facts,
+    text_of,
+    toolkit_facts,
+    ufw_facts,
+)
 
 DOCUMENTATION = """
 module: glm53_facts
@@ -32,7 +45,7 @@ options:
 SHIPPED = "glm53/engine"
 """The repository of images that came from the head (glm53_service.artifacts.content.LOCAL_REPOSITORY)."""
 NETPLAN_FOLDERS = ("/run/netplan", "/etc/netplan", "/lib/netplan")
-TOOLS = ("rsync", "zstd", "ssh", "ping", "netplan", "networkctl", "systemctl")
+TOOLS = ("rsync", "zstd", "ssh", "ping", "netplan", "networkctl", "systemctl", "nft", "nmcli", "nvidia-smi")
 
 
 def docker_facts(image: str) -> dict[str, Any]:
@@ -54,6 +67,7 @@ def docker_facts(image: str) -> dict[str, Any]:
         "flavour": docker_flavour(version, info),
         "root": info.get("DockerRootDir", ""),
         "free_bytes": free_bytes(info.get("DockerRootDir", "/")),
+        "running": info.get("ContainersRunning", 0),
         "image": inspect,
         "shipped": shipped,
     }
@@ -123,6 +137,7 @@ def netplan_definitions(files: dict[str, Any], netdevs: list[str]) -> list[dict[
                             "file": path,
                             "kind": kind,
                             "netdev": netdev,
+                            "mtu": (definition or {}).get("mtu") or 1500,
                             "addresses": [_address(a) for a in (definition or {}).get("addresses") or []],
                         }
                     )
@@ -175,8 +190,21 @@ def collect(image: str, netdevs: list[str], own_netplan: str) -> dict[str, Any]:
     release = os_release(Path("/etc/os-release").read_text(encoding="utf-8"))
     systemd = output("systemctl", "--version").split()
     key = Path("/etc/ssh/ssh_host_ed25519_key.pub")
+    account = account_facts()
     return {
-        "account": account_facts(),
+        "account": account,
+        "candidates": candidate_facts(output("apt-cache", "policy", *CANDIDATES)),
+        "docker_context": docker_context(account["home"], text_of("/etc/environment")),
+        "needrestart": Path("/etc/needrestart/conf.d").is_dir(),
+        "networkmanager": networkmanager_devices(
+            output("nmcli", "--terse", "--fields", "DEVICE,STATE", "device")
+        ),
+        "packages": package_facts(output("dpkg-query", "--show", PACKAGE_LINE, *PACKAGES)),
+        "ssh": ssh_facts(Path("/proc"), os.getpid()),
+        "toolkit": toolkit_facts(
+            output("nvidia-ctk", "--version"), text_of("/etc/nvidia-container-runtime/config.toml")
+        ),
+        "ufw": ufw_facts(Path("/"), output("ufw", "show", "added")),
         "architecture": platform.machine(),
         "docker": docker_facts(image),
         "host_key": " ".join(key.read_text(encoding="utf-8").split()[:2]) if key.exists() else "",

@@ -18,12 +18,17 @@ module: glm53_files
 short_description: Ensure a set of folders and whole files
 description:
   - Compares all, validates what differs, and only then writes; each file by temporary file, fsync and rename.
-  - "A file's kind decides its check: unit (systemd-analyze verify), netplan (netplan generate), text (none)."
+  - "A file's kind decides its check: unit (systemd-analyze verify), netplan (netplan generate), nft (nft
+    --check), perl (perl -c), text (none)."
 options:
   folders: {description: "Folders: path, owner, group, mode.", type: list, elements: dict, default: []}
   files: {description: "path, content, owner, group, mode, kind.", type: list, elements: dict, default: []}
   absent: {description: "Files that must not be there.", type: list, elements: str, default: []}
 """
+
+
+CHECKERS = {"nft": ["nft", "--check", "--file"], "perl": ["perl", "-c"]}
+"""Commands that read a file of this kind without acting on it; its path comes last."""
 
 
 class CheckFailed(Exception):
@@ -72,6 +77,14 @@ def check_netplan(file: dict[str, Any]) -> None:
         path.touch(mode=0o600)
         path.write_text(file["content"], encoding="utf-8")
         _check(["netplan", "generate", "--root-dir", folder])
+
+
+def check_text(file: dict[str, Any], argv: list[str]) -> None:
+    """Raise CheckFailed when `argv` with a copy of the file refuses it."""
+    with tempfile.NamedTemporaryFile("w", prefix="glm53-", encoding="utf-8") as copy:
+        copy.write(file["content"])
+        copy.flush()
+        _check([*argv, copy.name])
 
 
 def _check(argv: list[str]) -> None:
@@ -144,6 +157,8 @@ def validate(contents: list[dict[str, Any]], files: list[dict[str, Any]]) -> Non
     for file in contents:
         if file.get("kind") == "netplan":
             check_netplan(file)
+        if argv := CHECKERS.get(file.get("kind", "")):
+            check_text(file, argv)
 
 
 def apply(todo: dict[str, list[dict[str, Any]]]) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -90,15 +92,46 @@ def ssh_argv(target: dict[str, Any], key: str, known_hosts: str) -> list[str]:
     ]
 
 
+def look(netdev: str) -> list[dict[str, Any]]:
+    """Return what `ip -j address` says of one device, empty when there is none."""
+    argv = ["ip", "-j", "-4", "address", "show", "dev", netdev]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=10, check=False)
+    found: list[dict[str, Any]] = json.loads(done.stdout or "[]") if done.returncode == 0 else []
+    return [entry for entry in found if entry]
+
+
+def silence(target: dict[str, Any], place: str, shown: list[dict[str, Any]]) -> str:
+    """Return why a rail is silent: no carrier, no address here, or a peer that does not answer."""
+    netdev, address = target["netdev"], ipaddress.IPv4Address(target["address"])
+    own = [
+        ipaddress.IPv4Interface(f"{a['local']}/{a['prefixlen']}")
+        for entry in shown
+        for a in entry.get("addr_info", [])
+    ]
+    if not any("LOWER_UP" in entry.get("flags", []) for entry in shown):
+        return (
+            f"{place}: {netdev} here has no carrier. Expected: a link. Fix: plug the cable in at both ends,"
+            f" see that {target['node']} is on, and that glm53_fabric_rails names the cabled port"
+            " (`ibdev2netdev`)"
+        )
+    if not any(address in interface.network for interface in own):
+        return (
+            f"{place}: {netdev} here has a carrier but no address in that network. Expected: the inventory's."
+            f" Fix: run playbooks/fabric.yml, or set the address that `ip address show {netdev}` lacks"
+        )
+    return (
+        f"{place} does not answer a ping through {netdev}, which has a carrier and an address. Expected: an"
+        f" answer. Fix: on {target['node']}, `ip address`: {target['address']} must be on this rail, and"
+        " cabled to this port"
+    )
+
+
 def problem_of(target: dict[str, Any], key: str, known_hosts: str) -> str:
     """Return why the target cannot be reached, empty when it can."""
     place = f"{target['node']} at {target['address']}"
     if target.get("netdev") and not ping(target, int(target["mtu"]) - HEADERS):
         if not ping(target, 56):
-            return (
-                f"{place} does not answer a ping through {target['netdev']}. Expected: an answer. Fix: check"
-                f" the cable and, on {target['node']}, `ip address`: {target['address']} must be on this rail"
-            )
+            return silence(target, place, look(target["netdev"]))
         return (
             f"{place} answers a small ping through {target['netdev']} but not one of {target['mtu']} bytes."
             f" Expected: both ends at MTU {target['mtu']}. Fix: compare `ip link` on both nodes, set"
@@ -140,8 +173,12 @@ def main() -> None:
         [module.params[k] for k in ("key", "known_hosts", "budget_seconds")],
     )
     with ThreadPoolExecutor(max_workers=max(1, len(targets))) as pool:
-        problems = [p for p in pool.map(lambda target: settle(target, *rest), targets) if p]
-    module.exit_json(changed=False, problems=problems, reached=len(targets) - len(problems))
+        said = list(pool.map(lambda target: settle(target, *rest), targets))
+    by_address = {t["address"]: text for t, text in zip(targets, said, strict=True) if text}
+    problems = list(by_address.values())
+    module.exit_json(
+        changed=False, problems=problems, by_address=by_address, reached=len(targets) - len(problems)
+    )
 
 
 if __name__ == "__main__":

@@ -146,6 +146,24 @@ def lab() -> Iterator[Lab]:
     lab.down()
 
 
+LISTING = r"""cd /etc
+names() { find . -xdev ! -name '*-' ! -name .pwd.lock ! -name resolv.conf "$@"; }
+names ! -type f -printf '%y %m %u:%g %p %l\n' | sort
+names -type f -printf '%m %u:%g %p ' -exec sh -c 'sha256sum <"$1"' - {} \; | sort
+"""
+
+
+def etc_of(lab: Lab, host: str) -> str:
+    """Return every file below a host's /etc with mode, owner and hash, but for the account files' backups."""
+    return lab.exec(host, ["sh", "-euc", LISTING]).stdout
+
+
+@pytest.fixture(scope="session")
+def bare(lab: Lab) -> dict[str, str]:
+    """What is below /etc of each host before anything was done to it."""
+    return {host: etc_of(lab, host) for host in (HEAD, WORKER)}
+
+
 @pytest.fixture(scope="session")
 def site(lab: Lab) -> Run:
     """The first run of site.yml on fresh hosts."""

@@ -33,7 +33,9 @@ def traces(lab: Lab) -> list[str]:
     return found
 
 
-def test_check_mode_on_bare_hosts_says_what_it_would_do_and_does_nothing(lab: Lab) -> None:
+def test_check_mode_on_bare_hosts_says_what_it_would_do_and_does_nothing(
+    lab: Lab, bare: dict[str, str]
+) -> None:
     """Prevents a dry run that fails half way on what a real run would have installed before, or that
     writes.
     """

@@ -19,6 +19,12 @@ def test_it_answers_in_the_order_asked_and_says_what_it_is() -> None:
     assert "lab double" in done.stderr.splitlines()[0]
 
 
+def test_a_cap_that_is_no_cap_is_refused() -> None:
+    """Prevents a misspelt option of the clock cap that the double would take."""
+    assert ask("--lock-gpu-clock=0,1900").returncode == 2
+    assert ask("-lgc", "0,1900").returncode == 2
+
+
 def test_it_refuses_what_it_does_not_know() -> None:
     """Prevents an invented answer to a field or format that nobody checked."""
     assert ask("--query-gpu=ecc.mode.current", "--format=csv,noheader").returncode == 2

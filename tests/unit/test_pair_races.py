@@ -51,7 +51,7 @@ def old_container() -> FakeContainer:
         shm_bytes=1,
         stop_seconds=1,
         labels=labels,
-        gpus=False,
+        gpus=None,
         rdma=False,
     )
     return FakeContainer(spec, state="running")

@@ -23,7 +23,11 @@ HOSTS: dict[str, Any] = {
         "ansible_port": 2222,
         "glm53_management_address": "10.9.0.2",
         "glm53_fabric_rails": [{"netdev": "y0", "address": "10.1.0.2/24"}],
-        "__glm53_found": {"account": {"name": "bob", "home": "/home/bob"}, "host_key": "ssh-ed25519 AAAA"},
+        "__glm53_found": {
+            "account": {"name": "bob", "home": "/home/bob"},
+            "host_key": "ssh-ed25519 AAAA",
+            "netdevs": {"y0": {"addresses": ["10.7.0.2/24"]}},
+        },
     },
 }
 
@@ -53,13 +57,14 @@ def test_an_empty_override_is_not_handed_on(given: dict[str, Any], expected: dic
 def test_known_hosts_has_every_address_with_its_port() -> None:
     """Defect: the host key is pinned under the management name alone, so copying fails."""
     assert filters.glm53_known_hosts(["b"], HOSTS) == [
-        "[b]:2222,[10.9.0.2]:2222,[10.1.0.2]:2222 ssh-ed25519 AAAA"
+        "[b]:2222,[b.example]:2222,[10.9.0.2]:2222,[10.1.0.2]:2222 ssh-ed25519 AAAA"
     ]
 
 
 def test_targets_use_the_heads_own_devices_and_the_workers_account() -> None:
     """Defect: the worker's device names are used on the head, or the head's account on the worker."""
     [target] = filters.glm53_targets(["b"], HOSTS, ["x0"], 1500)
+    assert target["before"] == ["10.7.0.2"]
     assert (target["netdev"], target["address"], target["user"], target["port"]) == (
         "x0",
         "10.1.0.2",
@@ -73,12 +78,18 @@ RAILS = [{"netdev": "x0", "address": "10.1.0.1/24"}, {"netdev": "x1", "address":
 
 def definition(netdev: str, *addresses: str, kind: str = "ethernets") -> dict[str, Any]:
     """What another netplan file says of a device."""
-    return {"file": "/etc/netplan/40-cx7.yaml", "kind": kind, "netdev": netdev, "addresses": list(addresses)}
+    return {
+        "file": "/etc/netplan/40-cx7.yaml",
+        "kind": kind,
+        "netdev": netdev,
+        "mtu": 4000,
+        "addresses": list(addresses),
+    }
 
 
 def test_another_files_equal_addresses_are_adopted() -> None:
     """Defect: a second definition of the same rail is written beside NVIDIA's."""
-    assert filters.glm53_foreign_rails(RAILS, [definition("x0", "10.1.0.1/24")]) == {
+    assert filters.glm53_foreign_rails(RAILS, [definition("x0", "10.1.0.1/24")], "4000") == {
         "adopted": ["x0"],
         "conflicts": [],
     }
@@ -95,11 +106,18 @@ def test_another_files_equal_addresses_are_adopted() -> None:
 )
 def test_another_files_other_addresses_are_a_conflict(other: dict[str, Any]) -> None:
     """Defect: netplan adds lists up, so the rail ends with two addresses."""
-    found = filters.glm53_foreign_rails(RAILS, [other])
+    found = filters.glm53_foreign_rails(RAILS, [other], 4000)
     assert found["adopted"] == []
     assert len(found["conflicts"]) == 1
     assert "/etc/netplan/40-cx7.yaml" in found["conflicts"][0]
     assert "10.1.0.1/24" in found["conflicts"][0]
+
+
+def test_another_file_without_our_mtu_is_a_conflict() -> None:
+    """Defect: a file without an MTU is adopted, and the next boot brings 1500 on this end only."""
+    found = filters.glm53_foreign_rails(RAILS, [definition("x0", "10.1.0.1/24")], 9000)
+    assert found["adopted"] == []
+    assert "MTU 4000, the inventory 9000: set glm53_fabric_mtu: 4000" in found["conflicts"][0]
 
 
 def test_a_rail_with_the_wrong_mtu_is_not_set() -> None:
@@ -120,7 +138,7 @@ def test_netplan_definitions_are_found_by_name_pattern_and_membership() -> None:
         },
         "/etc/netplan/2.yaml": {"network": {"bonds": {"b0": {"interfaces": ["enp1s0f0np0"]}}}},
         "/etc/netplan/3.yaml": {
-            "network": {"ethernets": {"enp1s0f0np0": {"addresses": [{"10.1.0.1/24": {}}]}}}
+            "network": {"ethernets": {"enp1s0f0np0": {"addresses": [{"10.1.0.1/24": {}}], "mtu": 9000}}}
         },
         "/etc/netplan/4.yaml": {"network": {"wifis": {"wlan0": {}}}},
         "/etc/netplan/5.yaml": None,
@@ -128,6 +146,7 @@ def test_netplan_definitions_are_found_by_name_pattern_and_membership() -> None:
     found = facts.netplan_definitions(documents, ["enp1s0f0np0"])
     assert [entry["file"] for entry in found] == [f"/etc/netplan/{number}.yaml" for number in (1, 2, 3)]
     assert found[2]["addresses"] == ["10.1.0.1/24"]
+    assert [entry["mtu"] for entry in found] == [1500, 1500, 9000]
 
 
 @pytest.mark.parametrize(

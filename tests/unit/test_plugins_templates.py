@@ -60,8 +60,7 @@ PLAY = [
         "vars": {
             "node_settings": "{{ __glm53_settings }}",
             "node_identity": "{{ __glm53_node }}",
-            "__fabric_written": "{{ glm53_fabric_rails }}",
-            "fabric_mtu": "{{ glm53_fabric_mtu }}",
+            "__fabric_written": "{{ glm53_fabric_rails | glm53_rendered_rails([], glm53_fabric_mtu) }}",
         },
         "tasks": [
             {

@@ -106,6 +106,15 @@ def test_rank_is_the_place_in_the_list() -> None:
     assert (node.rank, node.lead.node, [peer.node for peer in node.followers]) == (1, "a", ["b"])
 
 
+def test_the_way_to_the_gpu_is_the_nodes_own() -> None:
+    """Prevents a way that site.yml found from being dropped, or misspelt and then ignored."""
+    text = NODE.format(node="b", fabric="[10.8.0.2, 10.8.1.2]")
+    assert load_node(text, "node.yaml").gpu_mode == "gpus"
+    assert load_node(text + "gpu_mode: cdi\n", "node.yaml").gpu_mode == "cdi"
+    with pytest.raises(ConfigError, match="gpu_mode"):
+        load_node(text + "gpu_mode: magic\n", "node.yaml")
+
+
 @pytest.mark.parametrize(
     ("node", "fabric", "said"),
     [

@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from glm53_service.engines import engine_for
-from glm53_service.engines.base import ContainerSpec, Launch, LineKind, Place
+from glm53_service.engines.base import ContainerSpec, GpuMode, Launch, LineKind, Place
 from glm53_service.fabric.rails import Fabric, Rail
 from tests.unit.doubles import make_settings
 
+BY_DIGEST = "unit/engine@sha256:" + "7" * 64
 
-def spec(rank: int, **changes: Any) -> ContainerSpec:
+
+def spec(rank: int, *, gpu_mode: GpuMode = GpuMode.GPUS, **changes: Any) -> ContainerSpec:
     """Return the container of `rank`."""
     settings = make_settings(Path("/srv/models/unit"), **changes)
     rail = Rail(
@@ -26,6 +29,7 @@ def spec(rank: int, **changes: Any) -> ContainerSpec:
         uid=991,
         gid=992,
         cache="/var/lib/glm53/cache/abc",
+        gpu_mode=gpu_mode,
     )
     launch = Launch(epoch=12, settings=settings, image_content="sha256:x", master="192.0.2.1", world=2)
     return engine_for(settings).container(launch, place, "sha256:local")
@@ -91,9 +95,9 @@ def test_an_images_own_health_check_is_off(rank: int) -> None:
 
 def test_cuda_asks_for_gpus_and_rdma_with_each_nodes_own_index() -> None:
     """Prevents one global GID index, and memory registration that fails for want of IPC_LOCK."""
-    changes = {
+    changes: dict[str, Any] = {
         "device": "cuda",
-        "image": "unit/engine@sha256:" + "7" * 64,
+        "image": BY_DIGEST,
         "vllm": {
             "quantization": "exl3",
             "reasoning_parser": "glm45",
@@ -171,3 +175,39 @@ def test_running_requests_are_summed_over_engines() -> None:
     )
     assert engine.read_health(200, "", text).running == 7
     assert engine.read_health(200, "", "nothing").running is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "host", "words"),
+    [
+        (
+            GpuMode.GPUS,
+            {"DeviceRequests": [{"Driver": "", "Count": -1, "Capabilities": [["gpu"]]}]},
+            "--gpus all",
+        ),
+        (
+            GpuMode.CDI,
+            {"DeviceRequests": [{"Driver": "cdi", "DeviceIDs": ["nvidia.com/gpu=all"]}]},
+            "--device nvidia.com/gpu=all",
+        ),
+        (GpuMode.RUNTIME, {"Runtime": "nvidia"}, "--runtime nvidia"),
+    ],
+)
+def test_the_gpu_is_asked_for_in_the_nodes_own_way(mode: GpuMode, host: dict[str, Any], words: str) -> None:
+    """Prevents `--gpus all` on a node in CDI mode, where docker refuses it."""
+    made = msgspec.structs.replace(spec(0, device="cuda", image=BY_DIGEST), gpus=mode)
+    body = made.api()
+    assert {key: body["HostConfig"].get(key) for key in ("DeviceRequests", "Runtime")} == {
+        "DeviceRequests": host.get("DeviceRequests"),
+        "Runtime": host.get("Runtime"),
+    }
+    assert words in made.shell()
+    told = "NVIDIA_VISIBLE_DEVICES=all" in body["Env"]
+    assert told == (mode is GpuMode.RUNTIME)
+    assert told == ("-e NVIDIA_VISIBLE_DEVICES=all" in made.shell())
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", GpuMode.CDI), ("cpu", None)])
+def test_the_nodes_way_reaches_the_rank_on_cuda_only(device: str, expected: GpuMode | None) -> None:
+    """Prevents a way that is found by the playbook and then not used, or a GPU asked for on a CPU."""
+    assert spec(0, gpu_mode=GpuMode.CDI, device=device, image=BY_DIGEST).gpus is expected
