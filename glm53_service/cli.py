@@ -29,6 +29,7 @@ INTERRUPTED = 130
 """128 and SIGINT's number, as shells have it."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "--json": {"action": "store_true", "help": "for programs"},
+    "--image": {"action": "store_true", "help": "let the engine's image read its arguments too (head)"},
     "--origin": {"action": "store_true", "help": "where each value comes from"},
 }
 
@@ -66,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
         ("command", _command, "the exact container of each rank of the current epoch", ("--json",)),
         ("config", _config, "each effective value of the head's settings", ("--json", "--origin")),
-        ("check", _check, "validate this node's settings; exit 78 names every fault", ()),
+        ("check", _check, "validate this node's settings; exit 78 names every fault", ("--image",)),
         ("version", _version, "package version and release", ()),
         ("lead", _lead, "supervise rank 0 (glm53-head.service)", ()),
         ("follow", _follow, "supervise another rank (glm53-worker.service)", ()),
@@ -110,8 +111,27 @@ def _check(arguments: argparse.Namespace) -> int:
         _same_pair(node, settings, arguments.etc)
         for warning in warnings(settings):
             print(f"warning: {warning}")
+        if arguments.image:
+            _ask_image(node, settings)
     print(f"{node.node}: rank {node.rank} of {len(node.nodes)} in cluster {node.cluster}: settings are valid")
     return 0
+
+
+def _ask_image(node: Node, settings: Settings) -> None:
+    import asyncio
+
+    from glm53_service.docker import Docker
+    from glm53_service.precheck import ask_image
+    from glm53_service.supervisor.world import World
+
+    async def asked() -> str:
+        docker = Docker.connect()
+        try:
+            return await ask_image(node, settings, docker, World())
+        finally:
+            await docker.close()
+
+    print(asyncio.run(asked()) or f"{settings.image} takes the arguments")
 
 
 def _config(arguments: argparse.Namespace) -> int:
