@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 TAIL_LINES = 400
 CONTENT_DIGITS = 12
-DOCKER_STATE = ("systemctl", "show", "--value", "-p", "ActiveState", "docker.service")
+DOCKER_STATE = ("systemctl", "show", "-p", "ActiveState,ActiveEnterTimestampMonotonic", "docker.service")
 LAST_LINES_SECONDS = 0.3
 """A rank's exit is known before its last lines are read; they say why, and what to try next."""
 
@@ -74,7 +74,7 @@ class Rank:
         self._container: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._last_error = ""
+        self._last_error = self._docker_then = ""
         self._network = Network()
         self._guard_files: dict[str, str] = {}
         self._epoch = 0
@@ -181,6 +181,7 @@ class Rank:
         """Start the prepared container and follow its output and its end."""
         if self._container is None:
             raise UnavailableError("no container is prepared")
+        self._docker_then = await self._docker_state()
         await self._docker.start(self._container)
         self._change(RankState.RUNNING)
         self._tasks = [
@@ -338,8 +339,7 @@ class Rank:
     async def _await_exit(self, container: str) -> None:
         try:
             code: int | None = await self._docker.wait(container)
-            # At once: a restart of docker is over in less time than the last lines are given.
-            stopping = self.report.state is RankState.RUNNING and await self._docker_is_stopping()
+            stopping = self.report.state is RankState.RUNNING and await self._docker_was_stopped()
             await asyncio.wait(self._tasks[:1], timeout=LAST_LINES_SECONDS)
             reason = self._last_error
             if stopping:
@@ -359,15 +359,19 @@ class Rank:
             state = {}
         return exit_text({**state, "ExitCode": code})
 
-    async def _docker_is_stopping(self) -> bool:
-        """Return whether systemd is stopping docker: the containers end first, and that is no fault of the
-        engine.
+    async def _docker_was_stopped(self) -> bool:
+        """Return whether systemd stops docker, or has since the rank's start: its containers end with it, and
+        that is no fault of the engine. An exit may be heard of only when docker is back.
         """
+        now = await self._docker_state()
+        return bool(now) and now != self._docker_then
+
+    async def _docker_state(self) -> str:
+        """Return docker's state and since when it is up, as systemd has them; empty when it cannot be asked."""
         try:
-            state = await self._world.runner(DOCKER_STATE)
+            return await self._world.runner(DOCKER_STATE)
         except UnavailableError:
-            return False
-        return state.strip() in ("deactivating", "inactive", "failed")
+            return ""
 
     def _change(
         self, state: RankState, exit_code: int | None = None, reason: str = "", *, how: str = ""

@@ -6,14 +6,14 @@ from tests.faults.harness import Drill
 from tests.faults.ways import burn, freeze, kill_rank, kill_supervisor, pause, power_on, sh, taken_port
 from tests.lab.conftest import HEAD, UNIT, WORKER
 
-STILL = r"no counter of the engine has moved|idle check: no answer"
+STILL = r"no counter of the engine has moved|idle check: no answer|has been in one iteration"
 
 DRILLS = (
     Drill(name="rank 0 killed", inject=kill_rank(HEAD), limit=1.0, said="rank 0 exited with code 137"),
     Drill(name="rank 1 killed", inject=kill_rank(WORKER), limit=1.0, said=r"exited with code"),
     # vLLM counts a request only after its first step, so there the idle check finds this one.
     Drill(name="rank 1 frozen under a request", inject=freeze(WORKER, request=True), limit=40.0, said=STILL),
-    Drill(name="rank 1 frozen, nobody asks", inject=freeze(WORKER), limit=40.0, said="idle check"),
+    Drill(name="rank 1 frozen, nobody asks", inject=freeze(WORKER), limit=40.0, said=STILL),
     Drill(name="lead's supervisor killed", inject=kill_supervisor(HEAD), limit=5.0),
     Drill(name="worker's supervisor killed", inject=kill_supervisor(WORKER), limit=2.0, said="spark-b"),
     Drill(

@@ -327,3 +327,22 @@ def test_a_ranks_exit_that_is_heard_before_dockers_end_is_no_fault(tmp_path: Pat
         assert pair.service["a"].status().faults == 0
 
     run_pair(tmp_path, story)
+
+
+def test_an_exit_that_is_heard_of_once_docker_is_back_is_no_fault(tmp_path: Path) -> None:
+    """Prevents a quick restart of docker from counting: its word came after it was up again."""
+
+    async def story(pair: Pair) -> None:
+        pair.docker_state["a"] = "ActiveState=active\nActiveEnterTimestampMonotonic=77\n"
+        pair.start("a")
+        pair.start("b")
+        await pair.serving(1)
+        pair.docker_state["a"] = "ActiveState=active\nActiveEnterTimestampMonotonic=99\n"
+        await pair.docker["a"].exit(pair.docker["a"].running()[0], 0)
+        await pair.until(lambda: "docker is being stopped" in pair.service["a"].status().last_end, "ended")
+        await pair.until(lambda: pair.service["a"].status().ready, "serving")
+        assert pair.service["a"].status().faults == 0
+        await pair.docker["a"].exit(pair.docker["a"].running()[0], 0)
+        await pair.until(lambda: pair.service["a"].status().faults == 1, "an exit of its own")
+
+    run_pair(tmp_path, story)

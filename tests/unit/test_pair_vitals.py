@@ -219,7 +219,7 @@ def test_a_start_that_spins_for_ever_is_ended_later_than_a_silent_one(tmp_path: 
         await loading(pair)
         nodes["b"].container()
         lead, cpu = pair.service["a"], 0.0
-        began = lead._world.clock()
+        began = lead._phase_since
 
         def over() -> bool:
             nonlocal cpu
