@@ -367,7 +367,7 @@ class Rank:
         return bool(now) and now != self._docker_then
 
     async def _docker_state(self) -> str:
-        """Return docker's state and since when it is up, as systemd has them; empty when it cannot be asked."""
+        """Return docker's state and since when it is up, by systemd; empty when it cannot be asked."""
         try:
             return await self._world.runner(DOCKER_STATE)
         except UnavailableError:
