@@ -34,6 +34,11 @@ ENVIRONMENT = {
 AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """Answers of the hub that are worth another try."""
 
+CHUNK = 1 << 20
+"""Bytes that each stream gathers before they are written: the client's own 10 MB cost 100 MiB more, and are
+lost when a connection is cut.
+"""
+
 TALKERS = ("huggingface_hub", "httpx2", "httpcore2")
 """The client's loggers: they tell whole addresses, which are signed for whoever asked."""
 
@@ -89,12 +94,13 @@ class Hub:
         for key, value in ENVIRONMENT.items():
             os.environ.setdefault(key, value)
         try:
-            from huggingface_hub import HfApi, file_download
+            from huggingface_hub import HfApi, constants, file_download
         except ImportError:
             raise UnavailableError(
                 "huggingface_hub is not installed here",
                 hint="site.yml installs it with the release; elsewhere: pip install -r requirements/node.txt",
             ) from None
+        constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, CHUNK)
         for name in TALKERS:
             logging.getLogger(name).setLevel(logging.ERROR)
         self._token: str | bool = token or False

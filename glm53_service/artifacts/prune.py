@@ -51,10 +51,9 @@ class Item:
 def old(items: Iterable[Item], current: str) -> list[Item]:
     """Return what may go: all but the current one and, of the others, the one that was used last.
 
-    That one is what a rollback needs. Where nobody knows the current one (empty), the last two stay.
+    That one is what a rollback needs.
     """
-    rest = sorted((item for item in items if item.name != current), key=lambda item: item.used)
-    return rest[: -1 if current else -2]
+    return sorted((item for item in items if item.name != current), key=lambda item: item.used)[:-1]
 
 
 # Images
@@ -181,10 +180,10 @@ def remove_files(item: Item) -> None:
         ) from None
 
 
-def file_items(layouts: Sequence[Layout], state: Path, cache: str, now: float) -> list[Item]:
-    """Return every file and folder here that may go; `cache` is the current image's, empty if unknown."""
+def file_items(layouts: Sequence[Layout], now: float) -> list[Item]:
+    """Return every file and folder of these snapshots' surroundings that may go."""
     found: list[Item] = []
     for layout in layouts:
         going = old(snapshots(layout), str(layout.folder))
         found += going + blobs(layout, [item.name for item in going], now) + unfinished(layout, now)
-    return found + old(caches(state), cache)
+    return found

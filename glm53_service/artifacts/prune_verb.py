@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glm53_service.artifacts.verbs import result, say, verb
+from glm53_service.engines.base import LABEL
 from glm53_service.errors import ArtifactError, Glm53Error, UnavailableError
 
 if TYPE_CHECKING:
@@ -66,25 +67,36 @@ def _items(arguments: argparse.Namespace) -> tuple[list[Item], list[str]]:
     from glm53_service.supervisor.ranks import CONTENT_DIGITS
 
     layouts = [layout_of(folder.absolute()) for folder in arguments.folders]
-    reference, notes, current, cache = "", [], "", ""
+    reference = ""
     if (arguments.etc / "settings.yaml").exists():
         settings = read_settings(arguments.etc)
         reference = settings.image
         layouts = layouts or [want.layout for want in wants(settings)]
+    files = prune.file_items(layouts, time.time())
     try:
         inspected = _inspect()
+        current = _in_use(inspected, reference)
     except UnavailableError as error:
-        inspected = []
-        notes.append(f"images are not listed: {error.message}")
+        return files, [f"images and kernel caches are not listed: {error.message}"]
+    if current is None:
+        return files, ["images and kernel caches are not listed: which image is in use here is not known"]
+    digits = image_content(current).removeprefix("sha256:")[:CONTENT_DIGITS]
+    found = prune.old(prune.images(inspected, reference), str(current["Id"]))
+    found += prune.old(prune.caches(arguments.state), str(arguments.state / "cache" / digits))
+    return found + files, []
+
+
+def _in_use(inspected: list[dict[str, Any]], reference: str) -> dict[str, Any] | None:
+    """Return the image of the settings; on a worker, which has none, that of the rank that runs."""
+    if not reference:
+        label = f"label={LABEL}.cluster"
+        ranks = _docker("ps", "--quiet", "--no-trunc", "--filter", label).split()
+        reference = json.loads(_docker("inspect", ranks[0]))[0]["Image"] if ranks else ""
     for image in inspected:
-        names = [*(image.get("RepoTags") or []), *(image.get("RepoDigests") or [])]
-        if reference and reference in names:
-            current = str(image["Id"])
-            cache = str(
-                arguments.state / "cache" / image_content(image).removeprefix("sha256:")[:CONTENT_DIGITS]
-            )
-    found = prune.old(prune.images(inspected, reference), current)
-    return found + prune.file_items(layouts, arguments.state, cache, time.time()), notes
+        names = [*(image.get("RepoTags") or []), *(image.get("RepoDigests") or []), image["Id"]]
+        if reference in names:
+            return image
+    return None
 
 
 def _inspect() -> list[dict[str, Any]]:

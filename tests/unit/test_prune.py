@@ -57,8 +57,6 @@ def test_the_current_and_the_one_before_stay() -> None:
     assert [i.name for i in old(found, "b")] == ["a"]
     assert [i.name for i in old(found, "a")] == ["c"]
     assert [i.name for i in old(found[:2], "b")] == []
-    assert [i.name for i in old(found, "")] == ["a"]
-    assert old(found[:1], "") == []
 
 
 def test_somebody_elses_images_are_never_listed() -> None:
@@ -94,7 +92,7 @@ def test_a_caches_other_revisions_and_their_blobs(tmp_path: Path) -> None:
     fresh = storage / "blobs" / ("f" * 64)
     fresh.write_bytes(b"a download that runs: its link comes last")
     os.utime(fresh, (NOW - 60, NOW - 60))
-    found = file_items([layout_of(current)], tmp_path / "state", "", NOW)
+    found = file_items([layout_of(current)], NOW)
     assert {i.name for i in found if i.kind is Kind.SNAPSHOT} == {
         str(storage / "snapshots" / ("a" * 40)),
         str(storage / "snapshots" / ("b" * 40)),
@@ -112,7 +110,7 @@ def test_flat_snapshots_are_ours_by_their_manifest(tmp_path: Path) -> None:
     other = flat(tmp_path / "models/other", {"config.json": b"{}"})
     write_manifest(other, Manifest(repository="unit-lab/y", revision=COMMIT, files=()))
     aged(flat(tmp_path / "models/owners", {"config.json": b"{}"}), 99)
-    found = file_items([layout_of(tmp_path / "models/new")], tmp_path / "state", "", NOW)
+    found = file_items([layout_of(tmp_path / "models/new")], NOW)
     assert [Path(i.name).name for i in found] == ["oldest", "older"]
 
 
@@ -123,7 +121,7 @@ def test_unfinished_files_of_a_running_download_stay(tmp_path: Path) -> None:
     aged(flat(folder, {".a.0123.incomplete": b"xxx"}), 2)
     (folder / ".b.0123.incomplete").write_bytes(b"y")
     os.utime(folder / ".b.0123.incomplete", (NOW - 60, NOW - 60))
-    found = file_items([layout_of(folder)], tmp_path / "state", "", NOW)
+    found = file_items([layout_of(folder)], NOW)
     assert [(i.kind, Path(i.name).name, i.bytes) for i in found] == [
         (Kind.UNFINISHED, ".a.0123.incomplete", 3)
     ]
@@ -135,10 +133,15 @@ class Docker:
     def __init__(self, *found: dict[str, Any]) -> None:
         self.images = {image["Id"]: image for image in found}
         self.used: set[str] = set()
+        self.ranks: dict[str, str] = {}
         self.calls: list[tuple[str, ...]] = []
 
     def __call__(self, *argv: str) -> str:
         self.calls.append(argv)
+        if argv[0] == "ps":
+            return "\n".join(self.ranks)
+        if argv[0] == "inspect":
+            return json.dumps([{"Image": self.ranks[argv[1]]}])
         if argv[:2] == ("image", "ls"):
             return "\n".join(self.images)
         if argv[:2] == ("image", "inspect"):
@@ -201,6 +204,45 @@ def test_prune_yes_removes_what_was_listed_and_no_more(
     assert len(list((tmp_path / "state/cache").iterdir())) == 2
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == 0
     assert run(*argv, "--yes") == 0
+
+
+def test_a_local_build_that_is_served_by_its_id_stays(
+    site: tuple[list[str], Docker], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prevents the loss of the image that is served, when it is the oldest and known by its id alone."""
+    argv, docker = site
+    served = "sha256:" + "0ab9" * 16
+    docker.images[served] = {
+        **image("x", "glm53/engine:served"),
+        "Id": served,
+        "Created": "2026-01-01T00:00:00Z",
+    }
+    (tmp_path / "etc/settings.yaml").write_text(settings_text(tmp_path / "m", image=served))
+    docker.images["sha256:before"]["RepoDigests"] = []
+    docker.images["sha256:new"].update(RepoTags=["glm53/engine:4567"], RepoDigests=[])
+    assert run(*argv) == 0
+    listed = capsys.readouterr().out
+    assert served not in listed
+    assert "sha256:before" in listed
+
+
+def test_a_worker_lists_images_only_while_its_rank_says_which_is_in_use(
+    site: tuple[list[str], Docker], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prevents the loss of a worker's image after going back: it has no settings to name it."""
+    argv, docker = site
+    (tmp_path / "etc/settings.yaml").unlink()
+    for number in range(1, 5):
+        name = f"glm53/engine:000{number}"
+        docker.images[f"sha256:w{number}"] = image(f"w{number}", name, day=number)
+    assert run(*argv) == 0
+    said = capsys.readouterr()
+    assert "which image is in use here is not known" in said.err
+    assert "sha256:" not in said.out
+    docker.ranks = {"c0ffee": "sha256:w1"}
+    assert run(*argv) == 0
+    listed = [line.split()[3] for line in capsys.readouterr().out.splitlines() if " image " in line]
+    assert listed == ["sha256:w2", "sha256:w3"]
 
 
 def test_what_docker_will_not_give_is_named(
