@@ -13,7 +13,7 @@ import pytest
 from lab.api import Lab
 from lab.playbook import ROOT
 from lab.run import run as command
-from lab.settings import CABLES, MACHINE_ADDRESS
+from lab.settings import CABLES, FABRIC_MTU, MACHINE_ADDRESS
 from tests.lab.conftest import HEAD, WORKER, Run, etc_of, play, until
 
 RAILS = ("enp1s0f0np0", "enP2p1s0f0np0")
@@ -308,7 +308,8 @@ def test_another_file_is_adopted_or_stops_the_run(lab: Lab, configured: list[Run
 def one_segment(lab: Lab) -> Iterator[None]:
     """Both rails on one wire, like the two functions of a ConnectX-7 port; the lab has a bridge for each."""
     namespace = ["ip", "-n", CABLES]
-    command([*namespace, "link", "add", "join0", "type", "veth", "peer", "name", "join1"])
+    mtu = ["mtu", str(FABRIC_MTU)]
+    command([*namespace, "link", "add", "join0", *mtu, "type", "veth", "peer", "name", "join1", *mtu])
     for number in (0, 1):
         command([*namespace, "link", "set", f"join{number}", "up", "master", f"rail{number}"])
     yield
@@ -320,12 +321,15 @@ def test_rails_in_one_subnet(lab: Lab, configured: list[Run]) -> None:
     """Prevents a layout that NVIDIA's own script writes from working on one rail only."""
     address = "10.77.5.{{ groups['all'].index(inventory_hostname) + %d }}/24"
     rails = [{"netdev": netdev, "address": address % (1 + 10 * n)} for n, netdev in enumerate(RAILS)]
-    done = play(lab, "playbooks/fabric.yml", "-e", json.dumps({"glm53_fabric_rails": rails}))
-    assert done.code == 0, done.output[-3000:]
+    for name in ("host", "fabric"):  # the host keys are pinned under the new addresses first
+        done = play(lab, f"playbooks/{name}.yml", "-e", json.dumps({**ASKED, "glm53_fabric_rails": rails}))
+        assert done.code == 0, done.output[-3000:]
     keys = [f"net.ipv4.conf.{RAILS[1]}.{key}" for key in ("arp_ignore", "arp_announce", "rp_filter")]
     assert sh(lab, WORKER, f"sysctl -n {' '.join(keys)}").split() == ["1", "2", "2"]
-    done = play(lab, "playbooks/fabric.yml")
-    assert done.code == 0, done.output[-3000:]
+    neighbour = sh(lab, HEAD, f"ip neigh show 10.77.5.12 dev {RAILS[1]}")
+    assert lab.hosts[1].mac(1) in neighbour  # the second port itself, not the first one for it
+    for done in configure(lab):
+        assert done.code == 0, done.output[-3000:]
     assert sh(lab, WORKER, f"sysctl -n {keys[0]}") == "0"
 
 
