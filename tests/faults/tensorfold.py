@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.harness import Drill
 from tests.faults.ways import guarded, healed, live, starting
-from tests.lab.conftest import WORKER, Pair
+from tests.lab.conftest import HEAD, WORKER, Pair
 
 STILL = "no counter of the engine has moved"
 
@@ -15,10 +15,10 @@ def no_leak(pair: Pair) -> None:
     guarded("load_guard_gib", 0.5)(pair)
 
 
-def reply(name: str, fault: str, said: str) -> Drill:
-    """Return a drill of a start whose answers, or whose API, are wrong."""
-    inject = starting(f"TF_DOUBLE_FAULT={fault}")
-    return Drill(name=name, inject=inject, start=True, limit=20.0, said=said, heal=healed)
+def start(name: str, switches: str, said: str, *, limit: float = 20.0, host: str = HEAD) -> Drill:
+    """Return a drill of a start under the double's `switches` on one host."""
+    inject = starting(switches, host)
+    return Drill(name=name, inject=inject, start=True, limit=limit, said=said, heal=healed)
 
 
 DRILLS = (
@@ -38,58 +38,28 @@ DRILLS = (
     ),
     Drill(name="/health wants a key", inject=live("health_401"), limit=8.0, said="wants a key"),
     Drill(name="/health is reduced", inject=live("health_reduced"), limit=8.0, said="says no more than"),
-    reply("replies !!!!", "bangs", "one character over and over"),
-    reply("empty replies", "empty", "answered nothing"),
-    reply("one word repeated", "repeated", "one word over and over"),
-    reply("wrong model id", "model_id=other", "/v1/models lists other"),
-    Drill(
-        name="window too large: refit",
-        inject=starting("TF_DOUBLE_LARGEST_WINDOW=393216"),
-        start=True,
-        limit=20.0,
-        said="start 2: the window is 393216 tokens",
-        heal=healed,
+    start("replies !!!!", "TF_DOUBLE_FAULT=bangs", "one character over and over"),
+    start("empty replies", "TF_DOUBLE_FAULT=empty", "answered nothing"),
+    start("one word repeated", "TF_DOUBLE_FAULT=repeated", "one word over and over"),
+    start("wrong model id", "TF_DOUBLE_FAULT=model_id=other", "/v1/models lists other"),
+    start(
+        "window too large: refit", "TF_DOUBLE_LARGEST_WINDOW=393216", "start 2: the window is 393216 tokens"
     ),
-    Drill(
-        name="NCCL error 2, once",
-        inject=starting("TF_DOUBLE_NCCL_ERROR_2=1"),
-        start=True,
-        limit=20.0,
-        said="start 2: once more as it was",
-        heal=healed,
+    start("NCCL error 2, once", "TF_DOUBLE_NCCL_ERROR_2=1", "start 2: once more as it was"),
+    start(
+        "NCCL error 2, until the split is off",
+        "TF_DOUBLE_NCCL_ERROR_2=9",
+        "start 3: the split of prompt chunks is off",
     ),
-    Drill(
-        name="NCCL error 2, until the split is off",
-        inject=starting("TF_DOUBLE_NCCL_ERROR_2=9"),
-        start=True,
-        limit=20.0,
-        said="start 3: the split of prompt chunks is off",
-        heal=healed,
-    ),
-    Drill(
-        name="peer never loads",
-        inject=starting("TF_DOUBLE_NEVER_LOADS=1\\nTF_DOUBLE_LOAD_CPU=0", WORKER),
-        start=True,
+    start(
+        "peer never loads",
+        "TF_DOUBLE_NEVER_LOADS=1\\nTF_DOUBLE_LOAD_CPU=0",
+        "no rank showed a sign of life",
         limit=40.0,
-        said="no rank showed a sign of life",
-        heal=healed,
+        host=WORKER,
     ),
-    Drill(
-        name="fewer slots than asked for",
-        inject=starting("TF_DOUBLE_SLOTS=2"),
-        start=True,
-        limit=20.0,
-        said="serves 2 requests at once, 4 were asked for",
-        heal=healed,
-    ),
-    Drill(
-        name="the drafter fails",
-        inject=starting("TF_DOUBLE_DRAFTER_FAILS=1"),
-        start=True,
-        limit=20.0,
-        said="start 2: FALLBACK: drafter mtp",
-        heal=healed,
-    ),
+    start("fewer slots than asked for", "TF_DOUBLE_SLOTS=2", "serves 2 requests at once, 4 were asked for"),
+    start("the drafter fails", "TF_DOUBLE_DRAFTER_FAILS=1", "start 2: FALLBACK: drafter mtp"),
     Drill(
         name="memory runs out while loading",
         prepare=guarded("load_guard_gib"),
@@ -107,22 +77,8 @@ DRILLS = (
         said="memory guard: MemAvailable is .* while serving",
         heal=guarded("steady_guard_gib", 0.25),
     ),
-    Drill(
-        name="crash 2 s after every start",
-        inject=starting("TF_DOUBLE_CRASH=2:1"),
-        start=True,
-        limit=20.0,
-        said="rank 0 exited with code 1",
-        heal=healed,
-    ),
-    Drill(
-        name="API port taken during the load",
-        inject=starting("TF_DOUBLE_PORT_TAKEN=1"),
-        start=True,
-        limit=20.0,
-        said="[Aa]ddress already in use",
-        heal=healed,
-    ),
+    start("crash 2 s after every start", "TF_DOUBLE_CRASH=2:1", "rank 0 exited with code 1"),
+    start("API port taken during the load", "TF_DOUBLE_PORT_TAKEN=1", "[Aa]ddress already in use"),
     Drill(
         name="false alarm: prefill of 15 minutes, scaled",
         inject=live("slow_prefill=6", request=True),
