@@ -34,7 +34,7 @@ up: machine venv ## bring the lab up and leave it (python3 -m lab for its other 
 down: venv ## take the lab down
 	@$(BIN)/python -m lab down
 
-faults: machine venv ## every fault drill on the double and on vLLM (lab up), one table an engine
+faults: machine venv ## every fault drill on the double and on vLLM, one table an engine (the lab must be up)
 	@$(BIN)/python -m tests.faults
 
 soak: venv ## an hour of mixed load on the TensorFold double, without a false alarm (--minutes, --here: tests/soak.py)

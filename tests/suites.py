@@ -20,7 +20,7 @@ PYTHON = sys.executable
 class Suite:
     """One suite.
 
-    `budget_minutes` is what it may take on two cores with nothing cached; the sum stays under 60.
+    `budget_minutes` is what it may take on two cores with nothing cached.
     """
 
     name: str
