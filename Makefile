@@ -37,7 +37,7 @@ down: venv ## take the lab down
 faults: machine venv ## every fault drill on the double and on vLLM, one table an engine (the lab must be up)
 	@$(BIN)/python -m tests.faults
 
-soak: venv ## an hour of mixed load on the TensorFold double, without a false alarm (--minutes, --here: tests/soak.py)
+soak: machine venv ## an hour of mixed load on the TensorFold double, without a false alarm (--minutes, --here: tests/soak.py)
 	@$(BIN)/python -m tests.soak
 
 bench: machine venv ## measure what docs/benchmarks.md shows (the lab must be free)
