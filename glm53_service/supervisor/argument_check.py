@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 from pathlib import Path
 
 from glm53_service.docker import DockerApi
 from glm53_service.engines.base import ContainerSpec, Engine
 from glm53_service.errors import UnavailableError
 from glm53_service.files import read_json, write_durably
+from glm53_service.story import event
+
+log = logging.getLogger(__name__)
 
 ARGUMENT_CHECK_SECONDS = 300.0
 KNOWN_ARGUMENTS = 16
@@ -43,4 +47,7 @@ async def check_arguments(docker: DockerApi, engine: Engine, spec: ContainerSpec
     problem = engine.read_argument_check(code, "\n".join(lines))
     if problem:
         raise UnavailableError(problem, hint="mend the engine settings in the inventory and run site.yml")
-    write_durably(path, json.dumps({"accepted": [*known, key][-KNOWN_ARGUMENTS:]}))
+    try:
+        write_durably(path, json.dumps({"accepted": [*known, key][-KNOWN_ARGUMENTS:]}))
+    except OSError as error:  # it will be asked again, and that is all
+        log.warning(event("what the image accepted cannot be remembered", path=path, error=error.strerror))

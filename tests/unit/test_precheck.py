@@ -59,3 +59,16 @@ def test_what_was_asked_before_the_restart_is_not_asked_at_the_start(tmp_path: P
         assert docker.checks == 1
 
     run_pair(tmp_path, story)
+
+
+def test_a_state_folder_that_is_not_there_yet_costs_a_question_only(tmp_path: Path) -> None:
+    """Prevents a traceback before the first start: the folder is made by systemd when the unit first runs."""
+
+    async def story(pair: Pair) -> None:
+        (tmp_path / "a").write_text("in the way")
+        settings = make_settings(tmp_path / "model")
+        for asked in (1, 2):
+            assert await ask_image(pair.node("a"), settings, pair.docker["a"], pair.world("a")) == ""
+            assert pair.docker["a"].checks == asked
+
+    run_pair(tmp_path, story)
