@@ -10,12 +10,19 @@ from typing import Any
 
 from glm53_service.doctor.finding import Finding, Noun, error, good, info, warning
 from glm53_service.doctor.source import Ran, Source
+from glm53_service.engines.base import CDI_DEVICES, GpuMode
+from glm53_service.errors import ConfigError
+from glm53_service.node import read_node
 
 MODE = re.compile(r'^\s*mode\s*=\s*"([a-z-]+)"', re.MULTILINE)
 TOOLKIT = re.compile(r"version (\d+\.\d+\.\d+)")
 FREEZES = "1.19.1"
 """Hosts froze on CDI with this toolkit, and not in legacy mode (NVIDIA/nvidia-container-toolkit #1910)."""
 
+SPECIFICATIONS = ("etc/cdi/*.yaml", "etc/cdi/*.json", "run/cdi/*.yaml", "run/cdi/*.json")
+"""Where docker looks for CDI's devices; `docker info` names them only since 28.2."""
+
+AGAIN = "stop the pair and run site.yml: it tries every way, and writes the one that works into node.yaml"
 SHM_GIB = 16
 FORMAT = "{{json .}}"
 OTHERS = "{{.Names}} {{.Image}}"
@@ -24,12 +31,18 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Containers:
-    """`mode` is the toolkit's (auto, legacy, cdi; empty: no config.toml), `ours` the ranks' inspects."""
+    """`mode` is the toolkit's (auto, legacy, cdi; empty: no config.toml), `ours` the ranks' inspects.
+
+    `asks` is how this node's ranks ask for the GPU (None: no node.yaml), `cdi` the names of NVIDIA's devices
+    that docker tells, or `specification` when it tells none and there is a file of them.
+    """
 
     problem: str
     version: dict[str, Any]
     info: dict[str, Any]
     mode: str
+    asks: GpuMode | None
+    cdi: tuple[str, ...]
     toolkit: str
     daemon: dict[str, Any]
     ours: tuple[dict[str, Any], ...]
@@ -47,17 +60,34 @@ async def read(source: Source) -> Containers:
     config = source.read("etc/nvidia-container-runtime/config.toml")
     mode = MODE.search(config)
     toolkit = TOOLKIT.search((await source.run("nvidia-ctk", "--version")).out)
+    told = _mapping(about.out)
     names = [line for line in running.out.splitlines() if not line.startswith("glm53-")]
     return Containers(
         problem="" if version.ok and about.ok else (version.err or about.err or "docker says nothing"),
         version=_mapping(version.out),
-        info=_mapping(about.out),
+        info=told,
         mode=mode[1] if mode else "auto" if config else "",
+        asks=_asks(source),
+        cdi=_devices(told, source),
         toolkit=toolkit[1] if toolkit else "",
         daemon=_mapping(source.read("etc/docker/daemon.json")),
         ours=tuple(_list(inspects.out)),
         others=tuple(names),
     )
+
+
+def _asks(source: Source) -> GpuMode | None:
+    try:
+        return read_node(source.etc).gpu_mode
+    except ConfigError:
+        return None
+
+
+def _devices(told: dict[str, Any], source: Source) -> tuple[str, ...]:
+    names = [str(device.get("ID")) for device in told.get("DiscoveredDevices") or []]
+    ours = tuple(name for name in names if name.startswith("nvidia.com/gpu"))
+    files = [path for pattern in SPECIFICATIONS for path in source.names(pattern)]
+    return ours or tuple("specification" for path in files if "nvidia.com/gpu" in source.read(path))[:1]
 
 
 def check(found: Containers) -> Iterator[Finding]:
@@ -114,15 +144,23 @@ def _flavour(found: Containers) -> Iterator[Finding]:
 
 
 def _gpu(found: Containers) -> Iterator[Finding]:
-    runtimes = sorted(found.info.get("Runtimes") or {})
-    devices = [str(device.get("ID")) for device in found.info.get("DiscoveredDevices") or []]
-    cdi = [name for name in devices if name.startswith("nvidia.com/gpu")]
+    runtimes, cdi = sorted(found.info.get("Runtimes") or {}), found.cdi
+    asked = f"ranks ask by {found.asks}, " if found.asks else ""
     measured = (
-        f"toolkit {found.toolkit or 'none'}, mode {found.mode or 'none'}, runtimes {', '.join(runtimes)},"
-        f" {len(cdi)} CDI devices"
+        f"{asked}toolkit {found.toolkit or 'none'}, mode {found.mode or 'none'}, "
+        f"runtimes {', '.join(runtimes)}, CDI: {', '.join(cdi[:2]) or 'none'}"
     )
     nvidia = any(name.startswith("nvidia") for name in runtimes)
-    if not found.toolkit and not nvidia and not cdi:
+    if found.asks is GpuMode.RUNTIME and "nvidia" not in runtimes:
+        yield error("docker.gpu", measured, "the runtime `nvidia`: this node's ranks ask for it", AGAIN)
+    elif found.asks is GpuMode.CDI and not {CDI_DEVICES, "specification"} & set(cdi):
+        yield error(
+            "docker.gpu",
+            measured,
+            f"the CDI device {CDI_DEVICES}: this node's ranks ask for it",
+            f"nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml; or {AGAIN}",
+        )
+    elif not found.toolkit and not nvidia and not cdi:
         yield warning(
             "docker.gpu",
             measured,
@@ -143,7 +181,7 @@ def _gpu(found: Containers) -> Iterator[Finding]:
             "the runtime `nvidia`, or CDI devices: else no container gets the GPU",
             "nvidia-ctk runtime configure --runtime=docker; restart docker while the pair is stopped",
         )
-    elif found.toolkit == FREEZES and (found.mode == "cdi" or cdi):
+    elif found.toolkit == FREEZES and _by_cdi(found):
         yield warning(
             "docker.gpu",
             measured,
@@ -152,6 +190,12 @@ def _gpu(found: Containers) -> Iterator[Finding]:
         )
     else:
         yield good("docker.gpu", measured)
+
+
+def _by_cdi(found: Containers) -> bool:
+    """Return whether a rank here gets the GPU by CDI; `auto` takes it where there is a device."""
+    by_mode = found.mode == "cdi" or (found.mode != "legacy" and bool(found.cdi))
+    return found.asks is GpuMode.CDI or by_mode
 
 
 def _limits(inspect: dict[str, Any]) -> Iterator[Finding]:
@@ -214,6 +258,6 @@ NOUN = Noun(
     name="docker",
     read=read,
     check=check,
-    files=("etc/docker/daemon.json", "etc/nvidia-container-runtime/config.toml"),
+    files=("etc/docker/daemon.json", "etc/nvidia-container-runtime/config.toml", *SPECIFICATIONS),
     parity=parity,
 )

@@ -82,6 +82,9 @@ SPARED = UPGRADES + "".join(
 )
 MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 580.126\n"
 CDI_DEVICE = [{"Source": "cdi", "ID": "nvidia.com/gpu=all"}]
+CDI_FIRST = [{"Source": "cdi", "ID": "nvidia.com/gpu=0"}]
+SPECIFIED = {"run/cdi/nvidia.yaml": "cdiVersion: 0.5.0\nkind: nvidia.com/gpu\n"}
+LEGACY = {"etc/nvidia-container-runtime/config.toml": 'mode = "legacy"\n'}
 CTK = ("nvidia-ctk", "--version")
 SLEEP = ("systemctl", "is-enabled", *daemons.SLEEP)
 DEFAULT = ("systemctl", "get-default")
@@ -127,7 +130,15 @@ CASES = [
     ("106 low while serving", healthy(more={"proc/meminfo": LOW}, says=SERVING),
      "warning memory.low", "5.4 GiB"),
     ("58 cdi without a specification", healthy(more=CDI),
-     "error docker.gpu", "mode cdi, runtimes nvidia, runc, 0 CDI devices"),
+     "error docker.gpu", "mode cdi, runtimes nvidia, runc, CDI: none"),
+    ("58 asks by CDI without one", healthy(gpu_mode="cdi"), "error docker.gpu", "ask by cdi, toolkit 1.17.8"),
+    ("58 asks by CDI, one GPU named", healthy(gpu_mode="cdi", says=info_with(DiscoveredDevices=CDI_FIRST)),
+     "error docker.gpu", "CDI: nvidia.com/gpu=0"),
+    ("58 asks by the runtime", healthy(gpu_mode="runtime", says=info_with(
+        Runtimes={"runc": {}, "nvidia-cdi": {}}, DiscoveredDevices=CDI_DEVICE)),
+     "error docker.gpu", "ask by runtime"),
+    ("59 asks by CDI", healthy(gpu_mode="cdi", more=LEGACY | SPECIFIED, says={CTK: (0, "version 1.19.1\n")}),
+     "warning docker.gpu", "CDI: specification"),
     ("58 no runtime", healthy(says=info_with(Runtimes={"runc": {}})), "error docker.gpu", "runtimes runc,"),
     ("59 toolkit", healthy(more=CDI,
                            says={**info_with(DiscoveredDevices=CDI_DEVICE), CTK: (0, "version 1.19.1\n")}),
@@ -204,6 +215,9 @@ def test_each_report_is_found(
         healthy(says={ports.LISTENING: (0, TAKEN), ACTIVE: (0, "active\ninactive\n")}),
         healthy(says={daemons.RUNNING: (0, "systemd-timesyncd.service loaded active running x\n")}),
         healthy(more=CDI, says=info_with(DiscoveredDevices=CDI_DEVICE, Runtimes={"runc": {}})),
+        healthy(gpu_mode="cdi", more=CDI | SPECIFIED),
+        healthy(gpu_mode="runtime"),
+        healthy(more=LEGACY | SPECIFIED, says={CTK: (0, "version 1.19.1\n")}),
     ],
 )  # fmt: skip
 def test_what_only_looks_like_a_trap_is_none(spark: Spark, tmp_path: Path) -> None:
