@@ -33,6 +33,7 @@ RANK: dict[str, Any] = {
         "RestartPolicy": {"Name": "no"},
         "Binds": [f"{MODEL}:{MODEL}:ro", "/var/lib/glm53/cache/1:/cache:rw"],
     },
+    "Config": {"Cmd": ["serve", MODEL, "--rank", "1"]},
 }
 MEMINFO = "MemTotal: 127600000 kB\nMemFree: 118000000 kB\nMemAvailable: 120000000 kB\n"
 CMA = "CmaTotal: 32768 kB\nCmaFree: 11000 kB\n"
@@ -58,6 +59,20 @@ NVIDIA = (
 def gpu_row(clock: int = 2398, watts: float = 44.5, used: int = 97, version: str = "580.95.05") -> str:
     """Return what nvidia-smi says to the question of glm53_service.gpu."""
     return f"0, NVIDIA GB10, {clock}, 3003, {watts}, {used}, {version}\n"
+
+
+def verify_says(folder: str = MODEL, *, content: str | None = "c0de12345678", **problems: str) -> Commands:
+    """Return the answer of `glm53 verify`; each of `problems` is a kind and its words."""
+    said = {
+        "event": "result",
+        "folder": folder,
+        "right": not problems,
+        "repository": "unit/glm" if content else None,
+        "revision": "4" * 40 if content else None,
+        "content": content,
+        "problems": [{"path": "f", "kind": kind, "text": text} for kind, text in problems.items()],
+    }
+    return {(*artifacts.VERIFY, folder): (76 if problems else 0, json.dumps(said) + "\n")}
 
 
 def files(host: int) -> dict[str, str]:
@@ -108,6 +123,7 @@ def commands(host: int) -> dict[tuple[str, ...], tuple[int | None, str]]:
         ("nvidia-ctk", "--version"): (0, "NVIDIA Container Toolkit CLI version 1.17.8\ncommit: f202b80a\n"),
         ("find", "-L", MODEL, *artifacts.FILES[1:]): (0, listing),
         ("find", MODEL, *artifacts.DANGLING): (0, ""),
+        **verify_says(),
         ports.LISTENING: (0, 'LISTEN 0 128 0.0.0.0:22 0.0.0.0:* users:(("sshd",pid=811,fd=3))\n'),
         ("systemctl", "is-active", *ports.UNITS): (3, "inactive\ninactive\n"),
         ("systemctl", "show", unit, "-p", service.SHOWN): (0, shown),
@@ -144,6 +160,7 @@ def info_with(**changes: Any) -> Commands:
     return {("docker", "info", "--format", containers.FORMAT): (0, json.dumps({**INFO, **changes}))}
 
 
-def rank_with(**changes: Any) -> Commands:
-    """Return the answer of docker inspect with `changes` of the rank's HostConfig."""
-    return {("docker", "inspect", "c0ffee"): (0, json.dumps([merged(RANK, {"HostConfig": changes})]))}
+def rank_with(config: Mapping[str, Any] | None = None, **changes: Any) -> Commands:
+    """Return the answer of docker inspect with `changes` of the rank's HostConfig, and of its Config."""
+    made = merged(RANK, {"HostConfig": changes, "Config": dict(config or {})})
+    return {("docker", "inspect", "c0ffee"): (0, json.dumps([made]))}

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,14 @@ from tests.unit.doctor_trees import (
     MODEL,
     NVIDIA,
     RANKS,
+    RANKS_ALL,
     SETTINGS,
     Commands,
     gpu_row,
     healthy,
     info_with,
     rank_with,
+    verify_says,
 )
 from tests.unit.trees import Device, Spark, twins
 
@@ -58,6 +61,7 @@ def test_a_healthy_node_has_nothing_above_info(tmp_path: Path, host: int) -> Non
 LOW = "MemTotal: 127600000 kB\nMemFree: 9100000 kB\nMemAvailable: 5700000 kB\n" + CMA
 SERVING: Commands = {RANKS: (0, "c0ffee\n")}
 KILLED = "Out of memory: Killed process 4711 (python3) total-vm:1\n"
+LISTING = "config.json 1201\nmodel-00001.safetensors 4900000000\n"
 LINKS = ("find", MODEL, *artifacts.DANGLING)
 WEIGHTS = ("find", "-L", MODEL, *artifacts.FILES[1:])
 DOCKER_DISK = ("df", "--output=avail", "-B1", "/var/lib/docker")
@@ -160,6 +164,10 @@ CASES = [
      "error artifacts.links", "1 links in /srv/models/glm"),
     ("no weights", healthy(says={WEIGHTS: (1, "")}),
      "warning artifacts.weights", "nothing in /srv/models/glm"),
+    ("a short shard", healthy(says=verify_says(short="12 bytes, expected 4900000000")),
+     "error artifacts.manifest", "f: 12 bytes, expected"),
+    ("weights of another model", healthy(2, says=verify_says(extra="is not part of unit/glm@444444444444")),
+     "warning artifacts.manifest", "is not part of"),
     ("64 port", healthy(says={ports.LISTENING: (0, TAKEN)}), "error ports.free", "python3 (pid 4242) has it"),
     ("ufw", healthy(says={("ufw", "status"): (0, BARE)}), "warning firewall.ufw", "no rule for the peers"),
     ("earlyoom", healthy(says={daemons.RUNNING: (0, "earlyoom.service loaded active running x\n")}),
@@ -280,6 +288,42 @@ def test_two_healthy_nodes_fit(tmp_path: Path) -> None:
     assert finding.measured == "rails=2: 192.0.2.1 - 192.0.2.2, 198.51.100.1 - 198.51.100.2"
 
 
+HUB = "/srv/hub/models--unit--glm/snapshots/" + "4" * 40
+DRAFT = "/srv/models/draft"
+NO_RANK = {RANKS_ALL: (0, "")}
+
+
+@pytest.mark.parametrize(
+    ("says", "weights", "expected"),
+    [
+        ({}, (), {"weights.manifest": "c0de12345678"}),
+        (NO_RANK, (), {}),
+        (NO_RANK, (MODEL, DRAFT), {"weights.manifest": "c0de12345678", "drafter.manifest": "d4af7"}),
+        (
+            rank_with({"Cmd": ["serve", HUB, "--speculative", DRAFT, "--log", "/cache/log"]},
+                      Binds=["/srv/hub:/srv/hub:ro", f"{DRAFT}:{DRAFT}:ro", "/c:/cache:rw"]),
+            (), {"weights.manifest": "4ub", "drafter.manifest": "d4af7"},
+        ),
+    ],
+    ids=["of the rank", "nothing said", "told by the playbook", "a hub's cache"],
+)  # fmt: skip
+def test_a_workers_weights_are_known_without_a_rank(
+    says: Commands, weights: tuple[str, ...], expected: dict[str, str], tmp_path: Path
+) -> None:
+    """Prevents a stopped pair of two checkpoints that is called equal, and a cache taken for a checkpoint."""
+    more = {**verify_says(DRAFT, content="d4af7"), **verify_says(HUB, content="4ub")}
+    source = replace(healthy(2, says={**more, **says}).source(tmp_path), weights=weights)
+    found = asyncio.run(examine(source))
+    assert {key: value for key, value in found.parity.items() if key.endswith(".manifest")} == expected
+
+
+def test_a_folder_that_verify_cannot_judge_is_no_error(tmp_path: Path) -> None:
+    """Prevents a release without the verb, or a manifest that cannot be read, from ending the examination."""
+    found = examined(healthy(says={(*artifacts.VERIFY, MODEL): (76, "glm53: it is no manifest")}), tmp_path)
+    [finding] = [finding for finding in found.findings if finding.id == "artifacts.manifest"]
+    assert (finding.level, finding.measured) == (Level.INFO, f"{MODEL}: glm53: it is no manifest")
+
+
 SMALL = [Device(d.hca, d.netdev, d.address, mtu=1500) for d in twins(2)]
 
 
@@ -300,6 +344,10 @@ SMALL = [Device(d.hca, d.netdev, d.address, mtu=1500) for d in twins(2)]
          "error parity.image", "spark-b has"),
         (healthy(2, says={WEIGHTS: (0, "config.json 1201\n")}),
          "error parity.weights", "spark-b has"),
+        (healthy(2, says=verify_says(content="0ther0000000")),
+         "error parity.weights.manifest", "spark-a has c0de12345678, spark-b has 0ther0000000"),
+        (healthy(2, says=verify_says(content=None)), None, ""),
+        (healthy(2, says={WEIGHTS: (0, LISTING + ".glm53-manifest.json 77000\n")}), None, ""),
         (healthy(2, says={service.VERSION: (0, "glm53 0.1.0, release 000000000000\n")}),
          "error parity.release", "0000"),
         (healthy(2, devices=SMALL),
