@@ -165,7 +165,8 @@ def _gpu(found: Containers) -> Iterator[Finding]:
             "docker.gpu",
             measured,
             "NVIDIA's container toolkit (a machine without a GPU serves only with glm53_device: cpu)",
-            "install nvidia-container-toolkit, then `nvidia-ctk runtime configure --runtime=docker`",
+            "glm53_docker_install: true and playbooks/host.yml; or install nvidia-container-toolkit, then"
+            " `nvidia-ctk runtime configure --runtime=docker`",
         )
     elif found.mode == "cdi" and not cdi:
         yield error(

@@ -32,9 +32,11 @@ SEVERE = {
 SHIP = "`glm53 verify --full` on both says which is right; `glm53 ship` on the head brings it to a worker"
 
 FIXES = {
-    "driver": "install one version on both nodes, hold it (apt-mark hold), reboot",
+    "driver": "install one version on both nodes, hold it (glm53_hold_versions: true), reboot",
     "kernel": "boot the same kernel on both nodes",
     "docker.toolkit": "install one version on both nodes; do not change the mode on the way",
+    "gpu.cap_mhz": "glm53_clock_cap_mhz in the group_vars of both, then playbooks/host.yml",
+    "sysctl.vm.swappiness": "glm53_swappiness in the group_vars of both, then playbooks/host.yml",
     "fabric.firmware": "update the card's firmware on both nodes, then reboot both",
     "weights.manifest": SHIP,
     "drafter.manifest": SHIP,

@@ -133,7 +133,7 @@ def commands(host: int) -> dict[tuple[str, ...], tuple[int | None, str]]:
         ("nft", "list", "table", "inet", "glm53"): (0, "table inet glm53 {\n}\n"),
         daemons.RUNNING: (0, UNITS),
         ("timedatectl", "show"): (0, "Timezone=Etc/UTC\nNTP=yes\nNTPSynchronized=yes\n"),
-        ("systemctl", "is-enabled", *daemons.SLEEP): (1, "masked\nmasked\nmasked\nmasked\n"),
+        ("systemctl", "is-enabled", *daemons.SLEEP): (1, "masked\n" * len(daemons.SLEEP)),
         ("systemctl", "get-default"): (0, "multi-user.target\n"),
         daemons.APT: (0, 'APT::Periodic::Unattended-Upgrade "0";\n'),
         daemons.HELD: (0, ""),
