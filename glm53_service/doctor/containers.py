@@ -19,6 +19,14 @@ TOOLKIT = re.compile(r"version (\d+\.\d+\.\d+)")
 FREEZES = "1.19.1"
 """Hosts froze on CDI with this toolkit, and not in legacy mode (NVIDIA/nvidia-container-toolkit #1910)."""
 
+RELEASE = re.compile(r"^(\d+)\.(\d+)\.(\d+)")
+SYSTEMD = re.compile(r"^systemd (\d+)")
+SILENT_SYSTEMD = 255
+FOLLOWS = (25, 0, 3)
+"""Engines before this one may follow journald's logs in vain under that systemd and later ones (moby/moby
+#46983, reported of 24.0; its fix is #47243, in the notes of 25.0.3).
+"""
+
 SPECIFICATIONS = ("etc/cdi/*.yaml", "etc/cdi/*.json", "run/cdi/*.yaml", "run/cdi/*.json")
 """Where docker looks for CDI's devices; `docker info` names them only since 28.2."""
 
@@ -33,8 +41,9 @@ GIB = 1024**3
 class Containers:
     """`mode` is the toolkit's (auto, legacy, cdi; empty: no config.toml), `ours` the ranks' inspects.
 
-    `asks` is how this node's ranks ask for the GPU (None: no node.yaml), `cdi` the names of NVIDIA's devices
-    that docker tells, or `specification` when it tells none and there is a file of them.
+    `systemd` is its version, 0 where it does not tell. `asks` is how this node's ranks ask for the GPU (None:
+    no node.yaml), `cdi` the names of NVIDIA's devices that docker tells, or `specification` when it tells
+    none and there is a file of them.
     """
 
     problem: str
@@ -45,6 +54,7 @@ class Containers:
     cdi: tuple[str, ...]
     toolkit: str
     daemon: dict[str, Any]
+    systemd: int
     ours: tuple[dict[str, Any], ...]
     others: tuple[str, ...]
 
@@ -61,6 +71,7 @@ async def read(source: Source) -> Containers:
     mode = MODE.search(config)
     toolkit = TOOLKIT.search((await source.run("nvidia-ctk", "--version")).out)
     told = _mapping(about.out)
+    systemd = SYSTEMD.search((await source.run("systemctl", "--version")).out)
     names = [line for line in running.out.splitlines() if not line.startswith("glm53-")]
     return Containers(
         problem="" if version.ok and about.ok else (version.err or about.err or "docker says nothing"),
@@ -71,6 +82,7 @@ async def read(source: Source) -> Containers:
         cdi=_devices(told, source),
         toolkit=toolkit[1] if toolkit else "",
         daemon=_mapping(source.read("etc/docker/daemon.json")),
+        systemd=int(systemd[1]) if systemd else 0,
         ours=tuple(_list(inspects.out)),
         others=tuple(names),
     )
@@ -101,6 +113,7 @@ def check(found: Containers) -> Iterator[Finding]:
         )
         return
     yield from _flavour(found)
+    yield from _following(found)
     yield from _gpu(found)
     driver = found.info.get("LoggingDriver", "")
     if driver == "json-file" and "max-size" not in (found.daemon.get("log-opts") or {}):
@@ -141,6 +154,21 @@ def _flavour(found: Containers) -> Iterator[Finding]:
         )
     else:
         yield good("docker.flavour", f"Docker Engine {engine}, {found.info.get('Driver', '?')}")
+
+
+def _following(found: Containers) -> Iterator[Finding]:
+    """The supervisors follow their ranks' logs through docker, which reads them back from journald."""
+    engine = str((found.version.get("Server") or {}).get("Version", ""))
+    release = RELEASE.search(engine)
+    if release and tuple(map(int, release.groups())) < FOLLOWS and found.systemd >= SILENT_SYSTEMD:
+        yield warning(
+            "docker.follow",
+            f"Docker Engine {engine} with systemd {found.systemd}",
+            f"{'.'.join(map(str, FOLLOWS))} or later, unless your distribution has mended it: before,"
+            " following journald's logs can stay silent, and milestones and errors of a rank are missed",
+            "upgrade docker on both nodes while the pair is stopped; until then look with"
+            " journalctl -t glm53-rank0 (and -rank1)",
+        )
 
 
 def _gpu(found: Containers) -> Iterator[Finding]:

@@ -104,6 +104,7 @@ def commands(host: int) -> dict[tuple[str, ...], tuple[int | None, str]]:
     listing = "config.json 1201\nmodel-00001.safetensors 4900000000\n"
     return {
         ("getconf", "PAGESIZE"): (0, "4096\n"),
+        ("systemctl", "--version"): (0, "systemd 257 (257.9-1~deb13u1)\n+PAM +AUDIT\n"),
         ("uname", "-m"): (0, "aarch64\n"),
         ("ls", "/dev/infiniband"): (0, "rdma_cm\nuverbs0\nuverbs1\n"),
         QUERY: (0, gpu_row()),
@@ -158,6 +159,17 @@ def healthy(
 def info_with(**changes: Any) -> Commands:
     """Return the answer of docker info with `changes`."""
     return {("docker", "info", "--format", containers.FORMAT): (0, json.dumps({**INFO, **changes}))}
+
+
+def engine(version: str, systemd: str) -> Commands:
+    """Return the answers of a node with another Docker Engine and another systemd."""
+    return {
+        ("docker", "version", "--format", containers.FORMAT): (
+            0,
+            json.dumps({"Server": {"Version": version}}),
+        ),
+        ("systemctl", "--version"): (0, systemd),
+    }
 
 
 def rank_with(config: Mapping[str, Any] | None = None, **changes: Any) -> Commands:
