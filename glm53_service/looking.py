@@ -41,6 +41,13 @@ def add_looking_verbs(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="FILE",
         help="lay what --json wrote on several nodes side by side",
     )
+    doctor(
+        "--weights",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="on a worker: the model's folder, then the drafter's (the head's settings name them)",
+    )
     add = _verb(commands, "snapshot", _snapshot, "save what the checks read as plain files, without secrets")
     add("--out", type=Path, metavar="DIR", help="a new folder (default: one with node and time)")
     _add_bandwidth(commands)
@@ -80,7 +87,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     if arguments.compare:
         return compare_command(arguments.compare, as_json=arguments.json)
-    return doctor_command(source_of(arguments.etc, arguments.tree), as_json=arguments.json)
+    source = source_of(arguments.etc, arguments.tree, arguments.weights)
+    return doctor_command(source, as_json=arguments.json)
 
 
 def _snapshot(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Annotated
 
@@ -52,6 +53,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def bytes(self) -> int:
         """Size of all files together."""
         return sum(entry.size for entry in self.files)
+
+    @property
+    def content(self) -> str:
+        """Name of what the files are, 12 hex digits: equal wherever the same files were published."""
+        listing = msgspec.json.encode(sorted((e.path, e.size, e.sha256) for e in self.files))
+        return hashlib.sha256(listing).hexdigest()[:12]
 
     def same_files(self, other: Manifest) -> bool:
         """Return whether both name the same content, wherever it was published."""

@@ -187,6 +187,7 @@ def _verdict_data(verdict: Verdict) -> dict[str, Any]:
         "repository": manifest.repository if manifest else None,
         "revision": manifest.revision if manifest else None,
         "bytes": manifest.bytes if manifest else None,
+        "content": manifest.content if manifest else None,
         "seconds": round(verdict.seconds, 3),
         "problems": [problem.data() for problem in verdict.problems],
     }

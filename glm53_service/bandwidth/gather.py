@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from glm53_service.artifacts.content import LOCAL_REPOSITORY
+from glm53_service.engines.base import GpuMode
 from glm53_service.errors import CommandError, UnavailableError
 from glm53_service.fabric.environment import rank_environment
 from glm53_service.fabric.probe import probe
@@ -49,35 +50,30 @@ class Gathered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def container(
-    fabric: Fabric, *, image: str, rank: int, world: int, master: str, cuda: bool
+    fabric: Fabric, *, image: str, rank: int, world: int, master: str, gpus: GpuMode | None
 ) -> tuple[str, ...]:
-    """Return the docker command of one node's part; it removes itself, and pulls nothing."""
-    environment = rank_environment(fabric, rdma=cuda) | {
+    """Return the docker command of one node's part; it removes itself, and pulls nothing.
+
+    `gpus` is how the node's ranks get the GPU; None: without GPU and RDMA.
+    """
+    environment = rank_environment(fabric, rdma=gpus is not None) | {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": master,
         "MASTER_PORT": str(PORT),
-        "BACKEND": "nccl" if cuda else "gloo",
+        "BACKEND": "nccl" if gpus else "gloo",
         "BYTES": str(BYTES),
         "ROUNDS": str(ROUNDS),
         "HOME": "/tmp",
+        **(gpus.environment if gpus else {}),
     }
     variables = [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
-    rdma = (
-        "--gpus",
-        "all",
-        "--device",
-        "/dev/infiniband",
-        "--cap-add",
-        "IPC_LOCK",
-        "--ulimit",
-        "memlock=-1:-1",
-    )
+    rdma = ("--device", "/dev/infiniband", "--cap-add", "IPC_LOCK", "--ulimit", "memlock=-1:-1")
     script = importlib.resources.files(__package__).joinpath("allgather.py").read_text(encoding="utf-8")
     return (
         *("docker", "run", "--rm", "--name", f"glm53-gather{rank}", "--pull", "never", "--network", "host"),
         *("--ipc", "private", "--shm-size", "1g", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
-        *(rdma if cuda else ()),
+        *((*gpus.arguments, *rdma) if gpus else ()),
         *variables,
         *("--entrypoint", "python3", image, "-c", script),
     )
@@ -101,7 +97,8 @@ async def gather(node: Node, *, image: str, cuda: bool, runner: Runner, root: Pa
         raise UnavailableError(fabric.trouble.text, hint=fabric.trouble.fix)
     reference = image or await _shipped(runner)
     master = node.lead.fabric[0]
-    made = container(fabric, image=reference, rank=node.rank, world=len(node.nodes), master=master, cuda=cuda)
+    gpus = node.gpu_mode if cuda else None
+    made = container(fabric, image=reference, rank=node.rank, world=len(node.nodes), master=master, gpus=gpus)
     try:
         said = await runner(made)
     except CommandError as error:

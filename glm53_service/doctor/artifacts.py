@@ -1,4 +1,4 @@
-"""Image and weights of a node, to be laid beside another's. Names, sizes and ids: no weight is read."""
+"""Image and weights of a node, to be laid beside another's: names, sizes, ids. No weight is read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from glm53_service.artifacts.content import LOCAL_REPOSITORY, image_content
+from glm53_service.artifacts.folders import needed_folders
+from glm53_service.artifacts.layout import layout_of
+from glm53_service.artifacts.snapshot import Kind
 from glm53_service.doctor.finding import Finding, Noun, error, good, info, warning
 from glm53_service.doctor.source import Source
 from glm53_service.errors import ConfigError
 from glm53_service.settings import read_settings
 
 FILES = ("-L", "-type", "f", "-printf", "%P %s\n")
+VERIFY = ("/opt/glm53/current/bin/glm53", "verify", "--json")
+NAMES = ("weights", "drafter")
+"""What a folder is called in the comparison, by its place: the model's is the first."""
+
+OUR_OWN = ".glm53-manifest"
+"""Beginning of the names of our own files there: a copy need not have the same ones as a download."""
+
 DANGLING = ("-xtype", "l", "-printf", "%P\n")
 
 
@@ -31,19 +41,35 @@ class Artifacts:
     model: str
     weights: tuple[tuple[str, int], ...]
     dangling: tuple[str, ...]
+    verified: tuple[Verified, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What `glm53 verify` says of a folder. `content` names its manifest's files, empty without a manifest;
+    `refused` is why it says nothing, `problems` are (kind, words).
+    """
+
+    folder: str
+    content: str = ""
+    published: str = ""
+    refused: str = ""
+    problems: tuple[tuple[str, str], ...] = ()
 
 
 async def read(source: Source) -> Artifacts:
     """Gather."""
     try:
         settings = read_settings(source.etc)
-        reference, model = settings.image, settings.model.path
+        reference, folders = settings.image, tuple(folder.path for folder in needed_folders(settings))
     except ConfigError:
-        reference, model = "", await _mounted(source)
+        reference, folders = "", source.weights or await _mounted(source)
+    model = folders[0] if folders else ""
     inspect = await _image(source, reference)
     listed = await source.run("find", *_below(model, FILES)) if model else None
     lost = await source.run("find", *_below(model, DANGLING)) if model else None
-    rows = [line.rsplit(" ", 1) for line in listed.out.splitlines()] if listed else []
+    lines = listed.out.splitlines() if listed else ()
+    rows = [line.rsplit(" ", 1) for line in lines if not line.startswith(OUR_OWN)]
     machine = await source.run("uname", "-m")
     return Artifacts(
         reference=reference or LOCAL_REPOSITORY,
@@ -53,7 +79,20 @@ async def read(source: Source) -> Artifacts:
         model=model,
         weights=tuple(sorted((row[0], int(row[1])) for row in rows if len(row) == 2 and row[1].isdigit())),
         dangling=tuple(lost.out.splitlines()) if lost else (),
+        verified=tuple([await _verified(source, folder) for folder in folders]),
     )
+
+
+async def _verified(source: Source, folder: str) -> Verified:
+    """Return the quick verdict: names, links, sizes, and the content of small files."""
+    ran = await source.run(*VERIFY, folder)
+    try:
+        said = json.loads(ran.out)
+        problems = tuple((str(p["kind"]), f"{p['path']}: {p['text']}") for p in said["problems"])
+        content, published = said.get("content") or "", f"{said['repository']}@{str(said['revision'])[:12]}"
+    except (ValueError, LookupError, TypeError):
+        return Verified(folder=folder, refused=(ran.err or "no answer").strip().partition("\n")[0])
+    return Verified(folder=folder, content=content, published=published, problems=problems)
 
 
 def _below(model: str, tests: tuple[str, ...]) -> tuple[str, ...]:
@@ -74,16 +113,23 @@ async def _image(source: Source, reference: str) -> dict[str, Any]:
     return data[0] if isinstance(data, list) and data and isinstance(data[0], dict) else {}
 
 
-async def _mounted(source: Source) -> str:
-    """Return the model folder that a rank here has mounted: a worker keeps no settings."""
+async def _mounted(source: Source) -> tuple[str, ...]:
+    """Return the folders of weights that a rank here reads, the model's first: a worker keeps no settings.
+
+    A snapshot in a hub's cache is mounted with the whole cache, so the rank's arguments say which one it is.
+    """
     listed = await source.run("docker", "ps", "--all", "--quiet", "--filter", "label=glm53.rank")
     ids = listed.out.split()
     found = await source.run("docker", "inspect", *ids) if ids else None
     try:
-        binds = json.loads(found.out)[0]["HostConfig"]["Binds"] if found else []
+        inspect = json.loads(found.out)[0] if found else {}
+        binds = [str(bind).split(":") for bind in inspect["HostConfig"]["Binds"]]
+        words = [str(word) for word in inspect["Config"]["Cmd"]]
     except (ValueError, LookupError, TypeError):
-        binds = []
-    return next((str(bind).split(":")[0] for bind in binds if str(bind).endswith(":ro")), "")
+        return ()
+    roots = {bind[0] for bind in binds if bind[-1] == "ro"}
+    named = [word for word in words if word.startswith("/") and str(layout_of(word).root) in roots]
+    return tuple(dict.fromkeys(named))
 
 
 def check(found: Artifacts) -> Iterator[Finding]:
@@ -120,6 +166,30 @@ def check(found: Artifacts) -> Iterator[Finding]:
             "the checkpoint",
             "set glm53_model_dir to where it is, or run site.yml on a worker",
         )
+    yield from map(_weights, found.verified if found.weights else found.verified[1:])
+
+
+def _weights(found: Verified) -> Finding:
+    if found.refused:
+        return info(
+            "artifacts.manifest", f"{found.folder}: {found.refused}", "", "`glm53 verify` there, as root"
+        )
+    if not found.problems:
+        if found.content:
+            return good(
+                "artifacts.manifest", f"{found.folder}: {found.published}, names, links and sizes right"
+            )
+        return info(
+            "artifacts.manifest",
+            f"{found.folder}: complete by its own index, no manifest",
+            "",
+            "`glm53 download` on the head makes one, so that the nodes' files can be compared",
+        )
+    measured = f"{found.folder}: {'; '.join(text for _, text in found.problems[:3])}"
+    expected = "the files of its manifest, and no other weights"
+    fix = "on the head `glm53 download`, for a worker `glm53 ship` there; `glm53 verify` lists all"
+    level = warning if all(kind == Kind.EXTRA for kind, _ in found.problems) else error
+    return level("artifacts.manifest", measured, expected, fix)
 
 
 def parity(found: Artifacts) -> dict[str, str]:
@@ -128,6 +198,11 @@ def parity(found: Artifacts) -> dict[str, str]:
     return {
         "image": found.image[7:19],
         "weights": hashlib.sha256(listing.encode()).hexdigest()[:12] if found.weights else "",
+        **{
+            f"{name}.manifest": verified.content
+            for name, verified in zip(NAMES, found.verified, strict=False)
+            if verified.content
+        },
     }
 
 

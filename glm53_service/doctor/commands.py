@@ -23,9 +23,9 @@ from glm53_service.fabric.trouble import EXIT_CODES
 from glm53_service.node import Node
 
 
-def source_of(etc: Path, tree: Path | None) -> Source:
+def source_of(etc: Path, tree: Path | None, weights: Sequence[str] = ()) -> Source:
     """Return this machine, or the one that the snapshot in `tree` was taken of."""
-    return open_tree(tree) if tree else this_machine(etc, time.time())
+    return open_tree(tree) if tree else this_machine(etc, time.time(), weights=weights)
 
 
 def fabric_command(source: Source, *, as_json: bool) -> int:

@@ -10,12 +10,27 @@ from typing import Any
 
 from glm53_service.doctor.finding import Finding, Noun, error, good, info, warning
 from glm53_service.doctor.source import Ran, Source
+from glm53_service.engines.base import CDI_DEVICES, GpuMode
+from glm53_service.errors import ConfigError
+from glm53_service.node import read_node
 
 MODE = re.compile(r'^\s*mode\s*=\s*"([a-z-]+)"', re.MULTILINE)
 TOOLKIT = re.compile(r"version (\d+\.\d+\.\d+)")
 FREEZES = "1.19.1"
 """Hosts froze on CDI with this toolkit, and not in legacy mode (NVIDIA/nvidia-container-toolkit #1910)."""
 
+RELEASE = re.compile(r"^(\d+)\.(\d+)\.(\d+)")
+SYSTEMD = re.compile(r"^systemd (\d+)")
+SILENT_SYSTEMD = 255
+FOLLOWS = (25, 0, 3)
+"""Engines before this one may follow journald's logs in vain under that systemd and later ones (moby/moby
+#46983, reported of 24.0; its fix is #47243, in the notes of 25.0.3).
+"""
+
+SPECIFICATIONS = ("etc/cdi/*.yaml", "etc/cdi/*.json", "run/cdi/*.yaml", "run/cdi/*.json")
+"""Where docker looks for CDI's devices; `docker info` names them only since 28.2."""
+
+AGAIN = "stop the pair and run site.yml: it tries every way, and writes the one that works into node.yaml"
 SHM_GIB = 16
 FORMAT = "{{json .}}"
 OTHERS = "{{.Names}} {{.Image}}"
@@ -24,14 +39,22 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Containers:
-    """`mode` is the toolkit's (auto, legacy, cdi; empty: no config.toml), `ours` the ranks' inspects."""
+    """`mode` is the toolkit's (auto, legacy, cdi; empty: no config.toml), `ours` the ranks' inspects.
+
+    `systemd` is its version, 0 where it does not tell. `asks` is how this node's ranks ask for the GPU (None:
+    no node.yaml), `cdi` the names of NVIDIA's devices that docker tells, or `specification` when it tells
+    none and there is a file of them.
+    """
 
     problem: str
     version: dict[str, Any]
     info: dict[str, Any]
     mode: str
+    asks: GpuMode | None
+    cdi: tuple[str, ...]
     toolkit: str
     daemon: dict[str, Any]
+    systemd: int
     ours: tuple[dict[str, Any], ...]
     others: tuple[str, ...]
 
@@ -47,17 +70,36 @@ async def read(source: Source) -> Containers:
     config = source.read("etc/nvidia-container-runtime/config.toml")
     mode = MODE.search(config)
     toolkit = TOOLKIT.search((await source.run("nvidia-ctk", "--version")).out)
+    told = _mapping(about.out)
+    systemd = SYSTEMD.search((await source.run("systemctl", "--version")).out)
     names = [line for line in running.out.splitlines() if not line.startswith("glm53-")]
     return Containers(
         problem="" if version.ok and about.ok else (version.err or about.err or "docker says nothing"),
         version=_mapping(version.out),
-        info=_mapping(about.out),
+        info=told,
         mode=mode[1] if mode else "auto" if config else "",
+        asks=_asks(source),
+        cdi=_devices(told, source),
         toolkit=toolkit[1] if toolkit else "",
         daemon=_mapping(source.read("etc/docker/daemon.json")),
+        systemd=int(systemd[1]) if systemd else 0,
         ours=tuple(_list(inspects.out)),
         others=tuple(names),
     )
+
+
+def _asks(source: Source) -> GpuMode | None:
+    try:
+        return read_node(source.etc).gpu_mode
+    except ConfigError:
+        return None
+
+
+def _devices(told: dict[str, Any], source: Source) -> tuple[str, ...]:
+    names = [str(device.get("ID")) for device in told.get("DiscoveredDevices") or []]
+    ours = tuple(name for name in names if name.startswith("nvidia.com/gpu"))
+    files = [path for pattern in SPECIFICATIONS for path in source.names(pattern)]
+    return ours or tuple("specification" for path in files if "nvidia.com/gpu" in source.read(path))[:1]
 
 
 def check(found: Containers) -> Iterator[Finding]:
@@ -71,6 +113,7 @@ def check(found: Containers) -> Iterator[Finding]:
         )
         return
     yield from _flavour(found)
+    yield from _following(found)
     yield from _gpu(found)
     driver = found.info.get("LoggingDriver", "")
     if driver == "json-file" and "max-size" not in (found.daemon.get("log-opts") or {}):
@@ -113,21 +156,45 @@ def _flavour(found: Containers) -> Iterator[Finding]:
         yield good("docker.flavour", f"Docker Engine {engine}, {found.info.get('Driver', '?')}")
 
 
+def _following(found: Containers) -> Iterator[Finding]:
+    """The supervisors follow their ranks' logs through docker, which reads them back from journald."""
+    engine = str((found.version.get("Server") or {}).get("Version", ""))
+    release = RELEASE.search(engine)
+    if release and tuple(map(int, release.groups())) < FOLLOWS and found.systemd >= SILENT_SYSTEMD:
+        yield warning(
+            "docker.follow",
+            f"Docker Engine {engine} with systemd {found.systemd}",
+            f"{'.'.join(map(str, FOLLOWS))} or later, unless your distribution has mended it: before,"
+            " following journald's logs can stay silent, and milestones and errors of a rank are missed",
+            "upgrade docker on both nodes while the pair is stopped; until then look with"
+            " journalctl -t glm53-rank0 (and -rank1)",
+        )
+
+
 def _gpu(found: Containers) -> Iterator[Finding]:
-    runtimes = sorted(found.info.get("Runtimes") or {})
-    devices = [str(device.get("ID")) for device in found.info.get("DiscoveredDevices") or []]
-    cdi = [name for name in devices if name.startswith("nvidia.com/gpu")]
+    runtimes, cdi = sorted(found.info.get("Runtimes") or {}), found.cdi
+    asked = f"ranks ask by {found.asks}, " if found.asks else ""
     measured = (
-        f"toolkit {found.toolkit or 'none'}, mode {found.mode or 'none'}, runtimes {', '.join(runtimes)},"
-        f" {len(cdi)} CDI devices"
+        f"{asked}toolkit {found.toolkit or 'none'}, mode {found.mode or 'none'}, "
+        f"runtimes {', '.join(runtimes)}, CDI: {', '.join(cdi[:2]) or 'none'}"
     )
     nvidia = any(name.startswith("nvidia") for name in runtimes)
-    if not found.toolkit and not nvidia and not cdi:
+    if found.asks is GpuMode.RUNTIME and "nvidia" not in runtimes:
+        yield error("docker.gpu", measured, "the runtime `nvidia`: this node's ranks ask for it", AGAIN)
+    elif found.asks is GpuMode.CDI and not {CDI_DEVICES, "specification"} & set(cdi):
+        yield error(
+            "docker.gpu",
+            measured,
+            f"the CDI device {CDI_DEVICES}: this node's ranks ask for it",
+            f"nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml; or {AGAIN}",
+        )
+    elif not found.toolkit and not nvidia and not cdi:
         yield warning(
             "docker.gpu",
             measured,
             "NVIDIA's container toolkit (a machine without a GPU serves only with glm53_device: cpu)",
-            "install nvidia-container-toolkit, then `nvidia-ctk runtime configure --runtime=docker`",
+            "glm53_docker_install: true and playbooks/host.yml; or install nvidia-container-toolkit, then"
+            " `nvidia-ctk runtime configure --runtime=docker`",
         )
     elif found.mode == "cdi" and not cdi:
         yield error(
@@ -143,7 +210,7 @@ def _gpu(found: Containers) -> Iterator[Finding]:
             "the runtime `nvidia`, or CDI devices: else no container gets the GPU",
             "nvidia-ctk runtime configure --runtime=docker; restart docker while the pair is stopped",
         )
-    elif found.toolkit == FREEZES and (found.mode == "cdi" or cdi):
+    elif found.toolkit == FREEZES and _by_cdi(found):
         yield warning(
             "docker.gpu",
             measured,
@@ -152,6 +219,12 @@ def _gpu(found: Containers) -> Iterator[Finding]:
         )
     else:
         yield good("docker.gpu", measured)
+
+
+def _by_cdi(found: Containers) -> bool:
+    """Return whether a rank here gets the GPU by CDI; `auto` takes it where there is a device."""
+    by_mode = found.mode == "cdi" or (found.mode != "legacy" and bool(found.cdi))
+    return found.asks is GpuMode.CDI or by_mode
 
 
 def _limits(inspect: dict[str, Any]) -> Iterator[Finding]:
@@ -214,6 +287,6 @@ NOUN = Noun(
     name="docker",
     read=read,
     check=check,
-    files=("etc/docker/daemon.json", "etc/nvidia-container-runtime/config.toml"),
+    files=("etc/docker/daemon.json", "etc/nvidia-container-runtime/config.toml", *SPECIFICATIONS),
     parity=parity,
 )

@@ -17,7 +17,13 @@ KILLERS = (
     "oomd.service",
 )
 RUNNING = ("systemctl", "list-units", "--type=service", "--state=active", "--no-legend", "--plain", "--full")
-SLEEP = ("sleep.target", "suspend.target", "hibernate.target", "hybrid-sleep.target")
+SLEEP = (
+    "sleep.target",
+    "suspend.target",
+    "hibernate.target",
+    "hybrid-sleep.target",
+    "suspend-then-hibernate.target",
+)
 APT = ("apt-config", "dump", "APT::Periodic", "Unattended-Upgrade")
 HELD = ("apt-mark", "showhold")
 CAREFUL = ("containerd", "docker", "nvidia", "linux")
@@ -79,7 +85,7 @@ def check(found: Daemons) -> Iterator[Finding]:
             f"{', '.join(found.sleeping)} not masked"
             + (", and a desktop is the default" if found.graphical else ""),
             "masked: a desktop suspends a machine that nobody touches",
-            f"systemctl mask {' '.join(found.sleeping)}",
+            f"glm53_mask_sleep: true and playbooks/host.yml, or systemctl mask {' '.join(found.sleeping)}",
         )
 
 
@@ -108,7 +114,7 @@ def _upgrades(found: Daemons) -> Iterator[Finding]:
                 "daemons.upgrades",
                 f"packages are upgraded by themselves, {', '.join(open_)}* too",
                 "not under a running pair: it stops docker, or leaves a driver that does not fit its library",
-                "apt-mark hold them, or glm53_unattended: true (Unattended-Upgrade::Package-Blacklist)",
+                "glm53_unattended_exclude: true (or glm53_hold_versions: true) and playbooks/host.yml",
             )
         else:
             yield good("daemons.upgrades", "unattended, and they spare docker, driver and kernel")
@@ -117,7 +123,7 @@ def _upgrades(found: Daemons) -> Iterator[Finding]:
             "daemons.needrestart",
             "needrestart may restart docker and our units after an upgrade",
             "both are left alone: the pair ends with docker",
-            "run site.yml, or $nrconf{override_rc}{qr(^(docker|containerd|glm53))} = 0; in its conf.d",
+            "glm53_needrestart_exclude: true and playbooks/host.yml (/etc/needrestart/conf.d/60-glm53.conf)",
         )
 
 

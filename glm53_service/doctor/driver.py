@@ -63,7 +63,7 @@ def check(driver: Driver) -> Iterator[Finding]:
             "driver.branch",
             driver.module,
             f"{BRANCH}.x: 590.x hangs in CUDA graphs",
-            f"install the {BRANCH} branch on both nodes and hold it (apt-mark hold)",
+            f"install the {BRANCH} branch on both nodes and hold it (glm53_hold_versions: true)",
         )
     elif branch != BRANCH:
         yield warning(
@@ -86,7 +86,7 @@ def check(driver: Driver) -> Iterator[Finding]:
             "driver.mismatch",
             f"module {driver.module} is loaded, library {driver.library} is installed",
             "one version: an upgrade ran while the module was loaded, and the next container fails",
-            "reboot; to keep it from coming back: apt-mark hold, or leave it out of unattended upgrades",
+            "reboot; to keep it from coming back: glm53_hold_versions or glm53_unattended_exclude: true",
         )
 
 

@@ -24,14 +24,22 @@ SEVERE = {
     "nodes": "the nodes do not agree on who they are",
     "image": "ranks of two images do not fit",
     "weights": "ranks of two checkpoints give garbage, or do not start",
+    "weights.manifest": "ranks of two checkpoints give garbage, or do not start",
+    "drafter.manifest": "ranks of two drafters draft different tokens",
 }
 """What must be equal, and why; any other difference is a warning."""
 
+SHIP = "`glm53 verify --full` on both says which is right; `glm53 ship` on the head brings it to a worker"
+
 FIXES = {
-    "driver": "install one version on both nodes, hold it (apt-mark hold), reboot",
+    "driver": "install one version on both nodes, hold it (glm53_hold_versions: true), reboot",
     "kernel": "boot the same kernel on both nodes",
     "docker.toolkit": "install one version on both nodes; do not change the mode on the way",
+    "gpu.cap_mhz": "glm53_clock_cap_mhz in the group_vars of both, then playbooks/host.yml",
+    "sysctl.vm.swappiness": "glm53_swappiness in the group_vars of both, then playbooks/host.yml",
     "fabric.firmware": "update the card's firmware on both nodes, then reboot both",
+    "weights.manifest": SHIP,
+    "drafter.manifest": SHIP,
     "firmware": "update both nodes (DGX Dashboard or fwupdmgr), then reboot both",
 }
 

@@ -57,7 +57,12 @@ def check(found: Firewall) -> Iterator[Finding]:
     if found.table:
         yield good("firewall.table", "inet glm53 is loaded")
     elif found.node is not None:
-        yield info("firewall.table", "no nftables table of ours (or this account may not see it)")
+        yield info(
+            "firewall.table",
+            "no table inet glm53 (or this account may not see it)",
+            "",
+            "with glm53_firewall: true it is loaded by glm53-firewall.service: systemctl status it",
+        )
 
 
 def commands(node: Node, links: tuple[Link, ...]) -> list[str]:

@@ -82,7 +82,7 @@ def _log(log: str) -> Iterator[Finding]:
             "kernel.pcie",
             fatal[-1][:160],
             "no fatal PCIe error since the boot",
-            "reboot; if it comes back, cap the GPU's clock (heat was seen as the cause) and watch `dmesg`",
+            "reboot; if it comes back, set glm53_clock_cap_mhz (heat was seen as the cause), watch `dmesg`",
         )
     xids = XID.findall(log)
     if xids:

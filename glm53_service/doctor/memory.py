@@ -87,7 +87,7 @@ def check(memory: Memory) -> Iterator[Finding]:
             "memory.desktop",
             ", ".join(desktop),
             "no desktop on a node that serves: it needs the memory",
-            "`systemctl set-default multi-user.target` and reboot",
+            "glm53_headless: true and playbooks/host.yml (or set-default multi-user.target), then reboot",
         )
 
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from glm53_service.doctor.redact import redact
@@ -71,7 +71,7 @@ async def take(
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out} is not empty", hint="give a new folder with --out")
     recorder = Recorder(source.runner)
-    await check(Source(root=source.root, runner=recorder, etc=source.etc, wall=source.wall, live=source.live))
+    await check(replace(source, runner=recorder))
     found = _files(source, files)
     for argv, kept in recorder.kept.items():
         found[f"commands/{_slug(argv)}.json"] = json.dumps(kept, indent=1) + "\n"

@@ -33,7 +33,8 @@ class Ran:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """One machine to look at. `etc` is its folder of node.yaml; `wall` when it looks (or looked), in Unix
-    seconds; `live` is false for a tree.
+    seconds; `live` is false for a tree. `weights` are the folders of weights that a start needs, the model's
+    first, where somebody said so: only the head has settings that name them.
     """
 
     root: Path
@@ -41,6 +42,7 @@ class Source:
     etc: Path
     wall: float
     live: bool = True
+    weights: tuple[str, ...] = ()
 
     def read(self, path: str) -> str:
         """Return the text of the file `path` (relative to the root), empty where it cannot be read."""
@@ -60,9 +62,9 @@ class Source:
             return Ran(code=None, err=error.message)
 
 
-def this_machine(etc: Path, wall: float, runner: Runner = run) -> Source:
+def this_machine(etc: Path, wall: float, runner: Runner = run, *, weights: Sequence[str] = ()) -> Source:
     """Return the machine that this runs on."""
-    return Source(root=Path("/"), runner=runner, etc=etc, wall=wall)
+    return Source(root=Path("/"), runner=runner, etc=etc, wall=wall, weights=tuple(weights))
 
 
 def open_tree(folder: Path) -> Source:

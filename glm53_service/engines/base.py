@@ -73,6 +73,20 @@ class GpuMode(StrEnum):
     CDI = "cdi"
     RUNTIME = "runtime"
 
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The arguments of `docker run` that ask in this way; `environment` belongs to them."""
+        return {
+            GpuMode.GPUS: ("--gpus", "all"),
+            GpuMode.CDI: ("--device", CDI_DEVICES),
+            GpuMode.RUNTIME: ("--runtime", "nvidia"),
+        }[self]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the container's environment has to say as well; NVIDIA's runtime reads it there."""
+        return {"NVIDIA_VISIBLE_DEVICES": "all"} if self is GpuMode.RUNTIME else {}
+
 
 CDI_DEVICES = "nvidia.com/gpu=all"
 """Every GPU, by the name that `nvidia-ctk cdi generate` gives them all together."""
@@ -180,9 +194,7 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment; NVIDIA's runtime reads there which GPUs to give."""
-        told = {"NVIDIA_VISIBLE_DEVICES": "all"} if self.gpus is GpuMode.RUNTIME else {}
-        return {**self.environment, **told}
+        return {**self.environment, **(self.gpus.environment if self.gpus else {})}
 
     def shell(self) -> str:
         """Return the same container as a `docker run` line that can be pasted."""
@@ -213,13 +225,7 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
             "--stop-timeout",
             str(self.stop_seconds),
         ]
-        match self.gpus:
-            case GpuMode.GPUS:
-                argv += ["--gpus", "all"]
-            case GpuMode.CDI:
-                argv += ["--device", CDI_DEVICES]
-            case GpuMode.RUNTIME:
-                argv += ["--runtime", "nvidia"]
+        argv += self.gpus.arguments if self.gpus else ()
         if self.rdma:
             argv += ["--cap-add", "IPC_LOCK", "--device", "/dev/infiniband"]
         for limit in host.get("Ulimits", ()):

@@ -29,7 +29,7 @@ from glm53_service.story import event
 from glm53_service.supervisor.decide import Cause
 from glm53_service.supervisor.idle import Quiet, ask
 from glm53_service.supervisor.members import Members
-from glm53_service.supervisor.messages import Go, Look, Prepare, Stop
+from glm53_service.supervisor.messages import Go, Look, Prepare, RankState, Report, Stop
 from glm53_service.supervisor.ranks import Rank
 from glm53_service.supervisor.world import World
 
@@ -77,6 +77,7 @@ class Epoch:
         self.answered_at = 0.0
         self.api_up = self.canary_right = False
         self.running_requests: int | None = None
+        self._word: Look | Prepare | Go | None = None
 
     def prepare(self) -> None:
         """Have every node find its rails, agree on them, and make its container."""
@@ -99,6 +100,7 @@ class Epoch:
 
         With a drain, a serving rank 0 finishes its requests first, which needs the others.
         """
+        self._word = None
         await self.cancel()
         if drain_seconds and await self._idle():
             drain_seconds = 0
@@ -131,6 +133,19 @@ class Epoch:
         finally:
             await api.close()
 
+    async def repeat(self) -> None:
+        """Say the latest word again to each follower whose report does not show it: both networks may have
+        been dark when it was said. A follower ignores a word that it has.
+        """
+        word = self._word
+        for member in self._members.members(self.number, self.instances):
+            if word and member.same_instance and not _shows(member.report, word, self.number):
+                await self._members.tell(member.node, word)
+
+    async def _tell(self, word: Look | Prepare | Go) -> None:
+        self._word = word
+        await self._members.tell_all(word, every_path=True)
+
     async def cancel(self) -> None:
         """Stop this epoch's own work, and return once nothing of it runs any more."""
         work = list(self._tasks)
@@ -156,7 +171,7 @@ class Epoch:
             )
             self.launch = launch
             log.info(event(launch.choice.line()))
-            await self._members.tell_all(Prepare(launch=launch), every_path=True)
+            await self._tell(Prepare(launch=launch))
             await self._rank.prepare(launch, self._engine, fabric, lambda: self._members.memories)
         except Glm53Error as error:
             self.prepare_problem = str(error)
@@ -168,7 +183,7 @@ class Epoch:
         Every node looks and probes at the same time. One that finds nothing usable refuses, which ends this.
         """
         rdma, own = self._settings.device == "cuda", self._node.lead
-        await self._members.tell_all(Look(epoch=self.number, rdma=rdma), every_path=True)
+        await self._tell(Look(epoch=self.number, rdma=rdma))
         found = await survey(
             own.fabric,
             self._node.peer_fabric,
@@ -192,11 +207,11 @@ class Epoch:
     async def _go(self) -> None:
         try:
             if self._engine.followers_first:
-                await self._members.tell_all(Go(epoch=self.number), every_path=True)
+                await self._tell(Go(epoch=self.number))
                 await self._rank.start()
             else:
                 await self._rank.start()
-                await self._members.tell_all(Go(epoch=self.number), every_path=True)
+                await self._tell(Go(epoch=self.number))
         except Glm53Error as error:
             self.prepare_problem = str(error)
             self._wake()
@@ -320,3 +335,11 @@ class Epoch:
             log.error(event("the epoch's own work failed", error=repr(error)), exc_info=error)
             self.crash = repr(error)
             self._wake()
+
+
+def _shows(report: Report, word: Look | Prepare | Go, epoch: int) -> bool:
+    """Return whether a follower's report is one that comes only after it has heard `word` of `epoch`."""
+    if report.epoch != epoch:
+        return False
+    unheard = {Look: None, Prepare: RankState.ABSENT, Go: RankState.CREATED}[type(word)]
+    return bool(report.refused) or report.state is not unheard

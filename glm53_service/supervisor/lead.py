@@ -403,6 +403,8 @@ class Lead:
         while True:
             await self._members.beat(self._own_beat())
             epoch = self._epoch
+            if epoch is not None:
+                await epoch.repeat()
             current = None if epoch is None or epoch.stopped or self._phase is Phase.IDLE else epoch.number
             for node, stray in self._members.strays(current):
                 reason = "this epoch is over"

@@ -33,6 +33,7 @@ RANK: dict[str, Any] = {
         "RestartPolicy": {"Name": "no"},
         "Binds": [f"{MODEL}:{MODEL}:ro", "/var/lib/glm53/cache/1:/cache:rw"],
     },
+    "Config": {"Cmd": ["serve", MODEL, "--rank", "1"]},
 }
 MEMINFO = "MemTotal: 127600000 kB\nMemFree: 118000000 kB\nMemAvailable: 120000000 kB\n"
 CMA = "CmaTotal: 32768 kB\nCmaFree: 11000 kB\n"
@@ -58,6 +59,20 @@ NVIDIA = (
 def gpu_row(clock: int = 2398, watts: float = 44.5, used: int = 97, version: str = "580.95.05") -> str:
     """Return what nvidia-smi says to the question of glm53_service.gpu."""
     return f"0, NVIDIA GB10, {clock}, 3003, {watts}, {used}, {version}\n"
+
+
+def verify_says(folder: str = MODEL, *, content: str | None = "c0de12345678", **problems: str) -> Commands:
+    """Return the answer of `glm53 verify`; each of `problems` is a kind and its words."""
+    said = {
+        "event": "result",
+        "folder": folder,
+        "right": not problems,
+        "repository": "unit/glm" if content else None,
+        "revision": "4" * 40 if content else None,
+        "content": content,
+        "problems": [{"path": "f", "kind": kind, "text": text} for kind, text in problems.items()],
+    }
+    return {(*artifacts.VERIFY, folder): (76 if problems else 0, json.dumps(said) + "\n")}
 
 
 def files(host: int) -> dict[str, str]:
@@ -89,6 +104,7 @@ def commands(host: int) -> dict[tuple[str, ...], tuple[int | None, str]]:
     listing = "config.json 1201\nmodel-00001.safetensors 4900000000\n"
     return {
         ("getconf", "PAGESIZE"): (0, "4096\n"),
+        ("systemctl", "--version"): (0, "systemd 257 (257.9-1~deb13u1)\n+PAM +AUDIT\n"),
         ("uname", "-m"): (0, "aarch64\n"),
         ("ls", "/dev/infiniband"): (0, "rdma_cm\nuverbs0\nuverbs1\n"),
         QUERY: (0, gpu_row()),
@@ -108,6 +124,7 @@ def commands(host: int) -> dict[tuple[str, ...], tuple[int | None, str]]:
         ("nvidia-ctk", "--version"): (0, "NVIDIA Container Toolkit CLI version 1.17.8\ncommit: f202b80a\n"),
         ("find", "-L", MODEL, *artifacts.FILES[1:]): (0, listing),
         ("find", MODEL, *artifacts.DANGLING): (0, ""),
+        **verify_says(),
         ports.LISTENING: (0, 'LISTEN 0 128 0.0.0.0:22 0.0.0.0:* users:(("sshd",pid=811,fd=3))\n'),
         ("systemctl", "is-active", *ports.UNITS): (3, "inactive\ninactive\n"),
         ("systemctl", "show", unit, "-p", service.SHOWN): (0, shown),
@@ -117,7 +134,7 @@ def commands(host: int) -> dict[tuple[str, ...], tuple[int | None, str]]:
         ("nft", "list", "table", "inet", "glm53"): (0, "table inet glm53 {\n}\n"),
         daemons.RUNNING: (0, UNITS),
         ("timedatectl", "show"): (0, "Timezone=Etc/UTC\nNTP=yes\nNTPSynchronized=yes\n"),
-        ("systemctl", "is-enabled", *daemons.SLEEP): (1, "masked\nmasked\nmasked\nmasked\n"),
+        ("systemctl", "is-enabled", *daemons.SLEEP): (1, "masked\n" * len(daemons.SLEEP)),
         ("systemctl", "get-default"): (0, "multi-user.target\n"),
         daemons.APT: (0, 'APT::Periodic::Unattended-Upgrade "0";\n'),
         daemons.HELD: (0, ""),
@@ -144,6 +161,18 @@ def info_with(**changes: Any) -> Commands:
     return {("docker", "info", "--format", containers.FORMAT): (0, json.dumps({**INFO, **changes}))}
 
 
-def rank_with(**changes: Any) -> Commands:
-    """Return the answer of docker inspect with `changes` of the rank's HostConfig."""
-    return {("docker", "inspect", "c0ffee"): (0, json.dumps([merged(RANK, {"HostConfig": changes})]))}
+def engine(version: str, systemd: str) -> Commands:
+    """Return the answers of a node with another Docker Engine and another systemd."""
+    return {
+        ("docker", "version", "--format", containers.FORMAT): (
+            0,
+            json.dumps({"Server": {"Version": version}}),
+        ),
+        ("systemctl", "--version"): (0, systemd),
+    }
+
+
+def rank_with(config: Mapping[str, Any] | None = None, **changes: Any) -> Commands:
+    """Return the answer of docker inspect with `changes` of the rank's HostConfig, and of its Config."""
+    made = merged(RANK, {"HostConfig": changes, "Config": dict(config or {})})
+    return {("docker", "inspect", "c0ffee"): (0, json.dumps([made]))}

@@ -18,6 +18,7 @@ from glm53_service.bandwidth.command import Wish, measure, refuse_when_busy, sho
 from glm53_service.bandwidth.gather import MARK, Gathered, gather
 from glm53_service.bandwidth.measure import Result, Verdict, argv, judge, parse, read_kept, remember
 from glm53_service.doctor import speed
+from glm53_service.engines.base import GpuMode
 from glm53_service.errors import BusyError, CommandError, UnavailableError, UsageError
 from glm53_service.fabric.links import ARGV
 from glm53_service.fabric.rails import Rail
@@ -272,7 +273,9 @@ PRINTED = (
 )
 
 
-def gathered(tmp_path: Path, printed: str, *, host: int = 1, image: str = "") -> tuple[Gathered, list[str]]:
+def gathered(
+    tmp_path: Path, printed: str, *, host: int = 1, image: str = "", cuda: bool = True, mode: str = "gpus"
+) -> tuple[Gathered, list[str]]:
     """Return one node's part of an all-gather, and the docker command that it ran."""
     source = healthy(host).source(tmp_path)
     ran: list[str] = []
@@ -283,8 +286,9 @@ def gathered(tmp_path: Path, printed: str, *, host: int = 1, image: str = "") ->
         ran.extend(given)
         return printed
 
-    node = load_node((source.etc / "node.yaml").read_text(), "node.yaml")
-    found = asyncio.run(gather(node, image=image, cuda=True, runner=runner, root=source.root, at=9.0))
+    told = json.loads((source.etc / "node.yaml").read_text())
+    node = load_node(json.dumps(told | {"gpu_mode": mode}), "node.yaml")
+    found = asyncio.run(gather(node, image=image, cuda=cuda, runner=runner, root=source.root, at=9.0))
     return found, ran
 
 
@@ -305,6 +309,23 @@ def test_the_all_gather_runs_as_a_rank_does(tmp_path: Path) -> None:
     assert {"--rm", "memlock=-1:-1", "/dev/infiniband"} <= set(ran)
     assert ran[-3:-1] == ["sha256:77", "-c"]  # the one that came from the head
     assert int(variables["BYTES"]) <= 64 * 1024 * 1024
+
+
+@pytest.mark.parametrize("mode", list(GpuMode))
+def test_the_all_gather_gets_the_gpu_as_a_rank_does(mode: GpuMode, tmp_path: Path) -> None:
+    """Prevents an all-gather that fails where ranks serve: docker there knows another way to the GPU."""
+    _, ran = gathered(tmp_path, PRINTED % ("true", "17.5"), mode=mode)
+    ways = {GpuMode.GPUS: "--gpus all", GpuMode.CDI: "--device nvidia.com/gpu=all",
+            GpuMode.RUNTIME: "--runtime nvidia"}  # fmt: skip
+    assert [way for way in ways if ways[way] in " ".join(ran)] == [mode]
+    assert ("NVIDIA_VISIBLE_DEVICES=all" in ran) is (mode is GpuMode.RUNTIME)
+
+
+def test_an_all_gather_without_a_gpu_asks_for_none(tmp_path: Path) -> None:
+    """Prevents a CPU pair's all-gather from failing for a GPU that nobody has."""
+    _, ran = gathered(tmp_path, PRINTED % ("true", "17.5"), cuda=False, mode="runtime")
+    assert {"--runtime", "/dev/infiniband", "NVIDIA_VISIBLE_DEVICES=all"}.isdisjoint(ran)
+    assert "BACKEND=gloo" in ran
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,15 @@ from tests.unit.doctor_trees import (
     MODEL,
     NVIDIA,
     RANKS,
+    RANKS_ALL,
     SETTINGS,
     Commands,
+    engine,
     gpu_row,
     healthy,
     info_with,
     rank_with,
+    verify_says,
 )
 from tests.unit.trees import Device, Spark, twins
 
@@ -58,6 +62,7 @@ def test_a_healthy_node_has_nothing_above_info(tmp_path: Path, host: int) -> Non
 LOW = "MemTotal: 127600000 kB\nMemFree: 9100000 kB\nMemAvailable: 5700000 kB\n" + CMA
 SERVING: Commands = {RANKS: (0, "c0ffee\n")}
 KILLED = "Out of memory: Killed process 4711 (python3) total-vm:1\n"
+LISTING = "config.json 1201\nmodel-00001.safetensors 4900000000\n"
 LINKS = ("find", MODEL, *artifacts.DANGLING)
 WEIGHTS = ("find", "-L", MODEL, *artifacts.FILES[1:])
 DOCKER_DISK = ("df", "--output=avail", "-B1", "/var/lib/docker")
@@ -82,6 +87,9 @@ SPARED = UPGRADES + "".join(
 )
 MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 580.126\n"
 CDI_DEVICE = [{"Source": "cdi", "ID": "nvidia.com/gpu=all"}]
+CDI_FIRST = [{"Source": "cdi", "ID": "nvidia.com/gpu=0"}]
+SPECIFIED = {"run/cdi/nvidia.yaml": "cdiVersion: 0.5.0\nkind: nvidia.com/gpu\n"}
+LEGACY = {"etc/nvidia-container-runtime/config.toml": 'mode = "legacy"\n'}
 CTK = ("nvidia-ctk", "--version")
 SLEEP = ("systemctl", "is-enabled", *daemons.SLEEP)
 DEFAULT = ("systemctl", "get-default")
@@ -127,11 +135,23 @@ CASES = [
     ("106 low while serving", healthy(more={"proc/meminfo": LOW}, says=SERVING),
      "warning memory.low", "5.4 GiB"),
     ("58 cdi without a specification", healthy(more=CDI),
-     "error docker.gpu", "mode cdi, runtimes nvidia, runc, 0 CDI devices"),
+     "error docker.gpu", "mode cdi, runtimes nvidia, runc, CDI: none"),
+    ("58 asks by CDI without one", healthy(gpu_mode="cdi"), "error docker.gpu", "ask by cdi, toolkit 1.17.8"),
+    ("58 asks by CDI, one GPU named", healthy(gpu_mode="cdi", says=info_with(DiscoveredDevices=CDI_FIRST)),
+     "error docker.gpu", "CDI: nvidia.com/gpu=0"),
+    ("58 asks by the runtime", healthy(gpu_mode="runtime", says=info_with(
+        Runtimes={"runc": {}, "nvidia-cdi": {}}, DiscoveredDevices=CDI_DEVICE)),
+     "error docker.gpu", "ask by runtime"),
+    ("59 asks by CDI", healthy(gpu_mode="cdi", more=LEGACY | SPECIFIED, says={CTK: (0, "version 1.19.1\n")}),
+     "warning docker.gpu", "CDI: specification"),
     ("58 no runtime", healthy(says=info_with(Runtimes={"runc": {}})), "error docker.gpu", "runtimes runc,"),
     ("59 toolkit", healthy(more=CDI,
                            says={**info_with(DiscoveredDevices=CDI_DEVICE), CTK: (0, "version 1.19.1\n")}),
      "warning docker.gpu", "toolkit 1.19.1"),
+    ("silent logs", healthy(says=engine("24.0.7", "systemd 255 (255.4-1ubuntu8.10)\n")),
+     "warning docker.follow", "Docker Engine 24.0.7 with systemd 255"),
+    ("silent logs of 25.0.2", healthy(says=engine("25.0.2-1", "systemd 257\n")),
+     "warning docker.follow", "25.0.2"),
     ("rootless", healthy(says=info_with(SecurityOptions=["name=rootless"])),
      "error docker.flavour", "rootless"),
     ("snap", healthy(says=info_with(DockerRootDir="/var/snap/docker/common")),
@@ -149,6 +169,10 @@ CASES = [
      "error artifacts.links", "1 links in /srv/models/glm"),
     ("no weights", healthy(says={WEIGHTS: (1, "")}),
      "warning artifacts.weights", "nothing in /srv/models/glm"),
+    ("a short shard", healthy(says=verify_says(short="12 bytes, expected 4900000000")),
+     "error artifacts.manifest", "f: 12 bytes, expected"),
+    ("weights of another model", healthy(2, says=verify_says(extra="is not part of unit/glm@444444444444")),
+     "warning artifacts.manifest", "is not part of"),
     ("64 port", healthy(says={ports.LISTENING: (0, TAKEN)}), "error ports.free", "python3 (pid 4242) has it"),
     ("ufw", healthy(says={("ufw", "status"): (0, BARE)}), "warning firewall.ufw", "no rule for the peers"),
     ("earlyoom", healthy(says={daemons.RUNNING: (0, "earlyoom.service loaded active running x\n")}),
@@ -159,7 +183,7 @@ CASES = [
      "warning daemons.upgrades", "containerd, docker*"),
     ("needrestart", healthy(more={"etc/needrestart/conf.d/60-glm53.conf": "# empty\n"}),
      "warning daemons.needrestart", "may restart docker"),
-    ("sleep", healthy(says={SLEEP: (0, "static\n" * 4), DEFAULT: (0, "graphical.target\n")}),
+    ("sleep", healthy(says={SLEEP: (0, "static\n" * 5), DEFAULT: (0, "graphical.target\n")}),
      "warning daemons.sleep", "sleep.target, suspend.target"),
     ("own name", healthy(says={("getent", "ahosts", "spark-a"): (2, "")}),
      "warning host.name", "resolves to nothing"),
@@ -199,11 +223,17 @@ def test_each_report_is_found(
         healthy(says={daemons.APT: (0, SPARED)}),
         healthy(says={QUERY: (0, gpu_row(1980, 41.0, 96))}, more=CAP),
         healthy(more={"proc/meminfo": LOW.replace("5700000", "8400000")}, says=SERVING),
-        healthy(says={SLEEP: (0, "static\n" * 4)}),
+        healthy(says={SLEEP: (0, "static\n" * 5)}),
         healthy(says={VERBS: (2, "")}, more={"etc/glm53/settings.yaml": CPU}),
         healthy(says={ports.LISTENING: (0, TAKEN), ACTIVE: (0, "active\ninactive\n")}),
         healthy(says={daemons.RUNNING: (0, "systemd-timesyncd.service loaded active running x\n")}),
         healthy(more=CDI, says=info_with(DiscoveredDevices=CDI_DEVICE, Runtimes={"runc": {}})),
+        healthy(gpu_mode="cdi", more=CDI | SPECIFIED),
+        healthy(gpu_mode="runtime"),
+        healthy(says=engine("25.0.3", "systemd 255 (255.4-1ubuntu8.10)\n")),
+        healthy(says=engine("24.0.9", "systemd 254 (254.16-1)\n")),
+        healthy(says=engine("dev", "no systemd here\n")),
+        healthy(more=LEGACY | SPECIFIED, says={CTK: (0, "version 1.19.1\n")}),
     ],
 )  # fmt: skip
 def test_what_only_looks_like_a_trap_is_none(spark: Spark, tmp_path: Path) -> None:
@@ -266,6 +296,42 @@ def test_two_healthy_nodes_fit(tmp_path: Path) -> None:
     assert finding.measured == "rails=2: 192.0.2.1 - 192.0.2.2, 198.51.100.1 - 198.51.100.2"
 
 
+HUB = "/srv/hub/models--unit--glm/snapshots/" + "4" * 40
+DRAFT = "/srv/models/draft"
+NO_RANK = {RANKS_ALL: (0, "")}
+
+
+@pytest.mark.parametrize(
+    ("says", "weights", "expected"),
+    [
+        ({}, (), {"weights.manifest": "c0de12345678"}),
+        (NO_RANK, (), {}),
+        (NO_RANK, (MODEL, DRAFT), {"weights.manifest": "c0de12345678", "drafter.manifest": "d4af7"}),
+        (
+            rank_with({"Cmd": ["serve", HUB, "--speculative", DRAFT, "--log", "/cache/log"]},
+                      Binds=["/srv/hub:/srv/hub:ro", f"{DRAFT}:{DRAFT}:ro", "/c:/cache:rw"]),
+            (), {"weights.manifest": "4ub", "drafter.manifest": "d4af7"},
+        ),
+    ],
+    ids=["of the rank", "nothing said", "told by the playbook", "a hub's cache"],
+)  # fmt: skip
+def test_a_workers_weights_are_known_without_a_rank(
+    says: Commands, weights: tuple[str, ...], expected: dict[str, str], tmp_path: Path
+) -> None:
+    """Prevents a stopped pair of two checkpoints that is called equal, and a cache taken for a checkpoint."""
+    more = {**verify_says(DRAFT, content="d4af7"), **verify_says(HUB, content="4ub")}
+    source = replace(healthy(2, says={**more, **says}).source(tmp_path), weights=weights)
+    found = asyncio.run(examine(source))
+    assert {key: value for key, value in found.parity.items() if key.endswith(".manifest")} == expected
+
+
+def test_a_folder_that_verify_cannot_judge_is_no_error(tmp_path: Path) -> None:
+    """Prevents a release without the verb, or a manifest that cannot be read, from ending the examination."""
+    found = examined(healthy(says={(*artifacts.VERIFY, MODEL): (76, "glm53: it is no manifest")}), tmp_path)
+    [finding] = [finding for finding in found.findings if finding.id == "artifacts.manifest"]
+    assert (finding.level, finding.measured) == (Level.INFO, f"{MODEL}: glm53: it is no manifest")
+
+
 SMALL = [Device(d.hca, d.netdev, d.address, mtu=1500) for d in twins(2)]
 
 
@@ -286,6 +352,10 @@ SMALL = [Device(d.hca, d.netdev, d.address, mtu=1500) for d in twins(2)]
          "error parity.image", "spark-b has"),
         (healthy(2, says={WEIGHTS: (0, "config.json 1201\n")}),
          "error parity.weights", "spark-b has"),
+        (healthy(2, says=verify_says(content="0ther0000000")),
+         "error parity.weights.manifest", "spark-a has c0de12345678, spark-b has 0ther0000000"),
+        (healthy(2, says=verify_says(content=None)), None, ""),
+        (healthy(2, says={WEIGHTS: (0, LISTING + ".glm53-manifest.json 77000\n")}), None, ""),
         (healthy(2, says={service.VERSION: (0, "glm53 0.1.0, release 000000000000\n")}),
          "error parity.release", "0000"),
         (healthy(2, devices=SMALL),

@@ -20,6 +20,7 @@ from glm53_service.supervisor.follow import Follower
 from glm53_service.supervisor.lead import Lead
 from glm53_service.supervisor.messages import (
     Beat,
+    Go,
     Hello,
     Look,
     Message,
@@ -340,6 +341,34 @@ def test_no_epoch_begins_before_the_follower_says_that_it_hears_its_lead(tmp_pat
     assert decide(lead._snapshot(), settings.supervision).reasons == (said,)
     lead._members._hear(link, PathName.FABRIC, path, Beat(report=Report(), fabric_silence=0.01))
     assert decide(lead._snapshot(), settings.supervision).action is Action.BEGIN
+
+
+@pytest.mark.parametrize("lost", [Look, Prepare, Go])
+def test_a_launch_whose_first_word_is_lost_on_both_networks_is_said_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: type[Message]
+) -> None:
+    """Prevents five minutes of 'preparing' after both networks were dark for a moment."""
+    plain, words = members._send, []
+
+    async def send(path: Any, message: Message) -> None:
+        if isinstance(message, lost):
+            words.append(message)
+            if len(words) <= 2:  # once a network
+                return
+        await plain(path, message)
+
+    monkeypatch.setattr(members, "_send", send)
+
+    async def story(pair: Pair) -> None:
+        pair.start("a")
+        pair.start("b")
+        await pair.serving(1)
+        assert [step for step in pair.docker["b"].history if step != "remove"] == ["create 1", "start"]
+        told = len(words)
+        await asyncio.sleep(0.3)  # no word is due any more: what is seen is that none comes
+        assert len(words) == told
+
+    run_pair(tmp_path, story)
 
 
 def test_a_lease_that_ends_before_the_container_is_made_is_told(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from glm53_service.engines.base import GpuMode
 from tests.unit.plays import render
 from tests.unit.plugin_loader import CHECKOUT, load
 
@@ -226,6 +227,18 @@ def test_the_nodes_own_way_is_read_from_its_identity() -> None:
     """Defect: each run of a serving pair starts probes beside the model."""
     assert gpu.known_mode("version: 1\ngpu_mode: cdi\nnode: a\n") == "cdi"
     assert gpu.known_mode("version: 1\ngpu_mode: warp\n") == ""
+
+
+def test_a_rank_asks_in_the_way_that_was_tried() -> None:
+    """Defect: a way is tried with one set of arguments, and the ranks are started with another."""
+    asked = {
+        mode.value: [
+            *mode.arguments,
+            *(w for k, v in mode.environment.items() for w in ("--env", f"{k}={v}")),
+        ]
+        for mode in GpuMode
+    }
+    assert asked == gpu.MODES
 
 
 @pytest.fixture(scope="module")

@@ -57,6 +57,7 @@ class Spark:
     short: set[str] = field(default_factory=set)
     management: str = "203.0.113."
     wishes: dict[str, Any] = field(default_factory=dict)
+    gpu_mode: str = "gpus"
     installed: bool = True
     lan: Mapping[str, Any] = field(default_factory=lambda: {"ifname": "enP7s7", "mtu": 1500})
 
@@ -93,7 +94,8 @@ class Spark:
             for host, name in ((1, "spark-a"), (2, "spark-b"))
         ]
         nodes[self.host - 1] |= self.wishes
-        return json.dumps({"version": 1, "cluster": "unit", "node": self.name, "nodes": nodes})
+        own = {"version": 1, "cluster": "unit", "node": self.name, "gpu_mode": self.gpu_mode}
+        return json.dumps({**own, "nodes": nodes})
 
     def write(self, folder: Path) -> Path:
         """Write the snapshot below `folder` and return it."""
