@@ -25,6 +25,7 @@ from glm53_service.fabric.rails import Rail
 from glm53_service.node import load_node
 from tests.unit.doctor_trees import healthy
 from tests.unit.plugin_loader import load
+from tests.unit.sources import parsed
 from tests.unit.trees import Spark
 
 RAIL = Rail(netdev="enp1s0f1np1", address="192.0.2.1", mtu=9000, hca="rocep1s0f1", gid_index=5)
@@ -242,12 +243,9 @@ def test_the_labs_double_is_dialled_as_the_real_one(tmp_path: Path) -> None:
         assert server.stdout is not None
         while "Waiting for client" not in server.stdout.readline():
             assert server.poll() is None
-        for _ in range(50):  # it says so a moment before it listens
-            done = subprocess.run(
-                [sys.executable, str(double), *client[1:]], capture_output=True, text=True, check=False
-            )
-            if done.returncode == 0:
-                break
+        done = subprocess.run(
+            [sys.executable, str(double), *client[1:]], capture_output=True, text=True, check=False
+        )
         assert parse(done.stdout) == 92.57
         assert server.wait(10) == 0
     finally:
@@ -359,7 +357,7 @@ def test_the_script_in_the_image_says_what_is_read() -> None:
     text = (Path(command.__file__).parent / "allgather.py").read_text()
     marks = [
         ast.literal_eval(node.value)
-        for node in ast.parse(text).body
+        for node in parsed(text).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MARK"
     ]
     assert marks == [MARK]

@@ -12,6 +12,7 @@ import yaml
 
 from glm53_service.doctor import daemons
 from tests.unit.plugin_loader import CHECKOUT
+from tests.unit.sources import parsed
 
 PACKAGE = CHECKOUT / "glm53_service"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "gate.py")
@@ -40,7 +41,7 @@ def named(pattern: re.Pattern[str]) -> dict[str, str]:
     return {
         name: str(path.relative_to(PACKAGE))
         for path in MODULES
-        for text in texts(ast.parse(path.read_text(encoding="utf-8")))
+        for text in texts(parsed(path.read_text(encoding="utf-8")))
         for name in pattern.findall(text)
     }
 
@@ -91,6 +92,6 @@ def test_the_doctor_looks_at_what_the_tuning_sets() -> None:
 
 def test_a_name_that_does_not_exist_would_be_found(tmp_path: Path) -> None:
     """Prevents these checks from passing because they read nothing."""
-    code = ast.parse('"""glm53_not_this"""\nfix = f"set glm53_warp: {x}, see glm53-warp.service"')
+    code = parsed('"""glm53_not_this"""\nfix = f"set glm53_warp: {x}, see glm53-warp.service"')
     assert [VARIABLE.findall(text) for text in texts(code)] == [["glm53_warp"], []]
     assert [UNIT.findall(text) for text in texts(code)] == [[], ["glm53-warp.service"]]

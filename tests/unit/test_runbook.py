@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.plugin_loader import CHECKOUT
+from tests.unit.sources import parsed
 
 PACKAGE = CHECKOUT / "glm53_service"
 MODULES = (
@@ -82,7 +83,7 @@ def messages() -> list[tuple[str, str]]:
     return [
         (f"{path.relative_to(PACKAGE)}:{line}", text)
         for path in MODULES
-        for line, text in said_by(ast.parse(path.read_text(encoding="utf-8")))
+        for line, text in said_by(parsed(path.read_text(encoding="utf-8")))
     ]
 
 
@@ -138,7 +139,7 @@ def test_a_row_says_what_was_done_and_what_to_do(row: list[str]) -> None:
 
 def test_a_message_without_a_row_would_be_found(tmp_path: Path) -> None:
     """Prevents this check from passing because it reads nothing."""
-    tree = ast.parse('raise UnavailableError(f"the moon is {size} too near", hint="no row for this one")')
+    tree = parsed('raise UnavailableError(f"the moon is {size} too near", hint="no row for this one")')
     ((_, text),) = said_by(tree)
     assert text == "the moon is ~ too near"
     assert not has_row(text)
