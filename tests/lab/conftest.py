@@ -165,8 +165,9 @@ def bare(lab: Lab) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def site(lab: Lab) -> Run:
-    """The first run of site.yml on fresh hosts."""
+def site(lab: Lab, bare: dict[str, str]) -> Run:
+    """The first run of site.yml on fresh hosts, whose /etc is known from before."""
+    del bare
     return play(lab, "site.yml")
 
 
