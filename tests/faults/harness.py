@@ -45,7 +45,7 @@ class Outcome:
     """What a drill showed; `detected` and `again` in seconds from the injection.
 
     `load` is what the engine took to start, by the journal. `evidence` counts new folders on both nodes,
-    `restarts` those of the units by systemd.
+    `restarts` those of the units by systemd; negative where a unit was booted anew and counts from 0.
     """
 
     drill: Drill
@@ -176,7 +176,7 @@ def row(o: Outcome) -> str:
     reason = re.sub(r"[|\n]", " ", o.reason)[:110]
     return (
         f"| {o.drill.name} | {limit} | {seconds(o.detected)} | {reason} | {seconds(o.again)} |"
-        f" {seconds(o.load)} | {o.evidence} | {o.restarts} | {verdict} |"
+        f" {seconds(o.load)} | {o.evidence} | {'from 0' if o.restarts < 0 else o.restarts} | {verdict} |"
     )
 
 
