@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from glm53_service.artifacts.content import LOCAL_REPOSITORY
+from glm53_service.artifacts.kernels import FOLDER, old_caches
 from glm53_service.artifacts.layout import Layout
 from glm53_service.artifacts.manifest import read_manifest
 from glm53_service.errors import ArtifactError
@@ -144,8 +145,9 @@ def unfinished(layout: Layout, now: float) -> list[Item]:
 
 
 def caches(state: Path) -> list[Item]:
-    """Return the kernel caches, one an image."""
-    return [_item(Kind.CACHE, path) for path in sorted((state / "cache").glob("*")) if path.is_dir()]
+    """Return the folders of compiled kernels that may go. One in use is of the latest, so it stays."""
+    folders = {path.name: _item(Kind.CACHE, path) for path in (state / FOLDER).glob("*") if path.is_dir()}
+    return [folders[name] for name in old_caches({name: item.used for name, item in folders.items()})]
 
 
 def _repository_of(folder: Path) -> str:

@@ -60,11 +60,9 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 def _items(arguments: argparse.Namespace) -> tuple[list[Item], list[str]]:
     from glm53_service.artifacts import prune
-    from glm53_service.artifacts.content import image_content
     from glm53_service.artifacts.layout import layout_of
     from glm53_service.artifacts.sources import wants
     from glm53_service.settings import read_settings
-    from glm53_service.supervisor.ranks import CONTENT_DIGITS
 
     layouts = [layout_of(folder.absolute()) for folder in arguments.folders]
     reference = ""
@@ -72,18 +70,15 @@ def _items(arguments: argparse.Namespace) -> tuple[list[Item], list[str]]:
         settings = read_settings(arguments.etc)
         reference = settings.image
         layouts = layouts or [want.layout for want in wants(settings)]
-    files = prune.file_items(layouts, time.time())
+    files = prune.caches(arguments.state) + prune.file_items(layouts, time.time())
     try:
         inspected = _inspect()
         current = _in_use(inspected, reference)
     except UnavailableError as error:
-        return files, [f"images and kernel caches are not listed: {error.message}"]
+        return files, [f"images are not listed: {error.message}"]
     if current is None:
-        return files, ["images and kernel caches are not listed: which image is in use here is not known"]
-    digits = image_content(current).removeprefix("sha256:")[:CONTENT_DIGITS]
-    found = prune.old(prune.images(inspected, reference), str(current["Id"]))
-    found += prune.old(prune.caches(arguments.state), str(arguments.state / "cache" / digits))
-    return found + files, []
+        return files, ["images are not listed: which image is in use here is not known"]
+    return prune.old(prune.images(inspected, reference), str(current["Id"])) + files, []
 
 
 def _in_use(inspected: list[dict[str, Any]], reference: str) -> dict[str, Any] | None:

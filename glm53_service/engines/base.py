@@ -292,6 +292,10 @@ class Engine(Protocol):
         """Return why the image refuses the arguments, from how that container ended; empty: it takes them."""
         ...
 
+    def kernel_shape(self, launch: Launch) -> dict[str, Any]:
+        """Return what this start's kernels are compiled and tuned for, other than the image."""
+        ...
+
     def listens(self, launch: Launch, place: Place) -> tuple[str, ...]:
         """Return each `host:port` that the rank at `place` binds; a taken one fails only after the load."""
         ...

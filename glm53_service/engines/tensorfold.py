@@ -61,6 +61,9 @@ RECIPE = {
 }
 """The recipe's switches, the same on every rank; `extra_env` wins over them."""
 
+SHAPE = ("kv", "dense", "comm", "extra_args", "extra_env")
+"""Settings that kernels may depend on; window, media and ports are none of them."""
+
 PARSE = (
     "import sys; from tensorfold.cli import build_parser; build_parser().parse_args(sys.argv[1:]);"
     " print('arguments are right')"
@@ -123,6 +126,17 @@ class TensorfoldEngine:
             return f"the image refuses the arguments: {said}"
         how = exit_text({"ExitCode": code})
         return f"the image's parser cannot be used, it {how}; it said: {said}. Is it a TensorFold image?"
+
+    def kernel_shape(self, launch: Launch) -> dict[str, Any]:
+        """Return ranks, device, precisions, the rows of a step, and what nobody here knows the meaning of."""
+        choice, settings = launch.choice, launch.settings
+        return {
+            "ranks": launch.world,
+            "device": settings.device,
+            "drafter": choice.kind,
+            "parallel": choice.parallel,
+            **{name: getattr(settings.tensorfold, name) for name in SHAPE},
+        }
 
     def listens(self, launch: Launch, place: Place) -> tuple[str, ...]:
         """Return the API's and the rendezvous' address on rank 0; the others bind nothing of their own."""

@@ -62,6 +62,23 @@ does not. Tried with vLLM 0.32; it takes the import of vLLM, 15 to 30 s.
 """
 
 
+SHAPE = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_dtype",
+    "dtype",
+    "enforce_eager",
+    "cudagraph_capture_sizes",
+    "quantization",
+    "dflash_tokens",
+    "mtp_tokens",
+    "draft_tensor_parallel_size",
+    "extra_args",
+    "extra_env",
+)
+"""Settings that kernels may depend on; window, memory share, parsers and ports are none of them."""
+
+
 class VllmEngine:
     """The vLLM adapter."""
 
@@ -122,6 +139,16 @@ class VllmEngine:
             return f"the image refuses the arguments: {said}"
         how = exit_text({"ExitCode": code})
         return f"the image's parser cannot be used, it {how}; it said: {said}. Is it a vLLM image?"
+
+    def kernel_shape(self, launch: Launch) -> dict[str, Any]:
+        """Return ranks, device, precisions, batch sizes, and what nobody here knows the meaning of."""
+        settings = launch.settings
+        return {
+            "ranks": launch.world,
+            "device": settings.device,
+            "drafter": launch.choice.kind,
+            **{name: getattr(settings.vllm, name) for name in SHAPE},
+        }
 
     def listens(self, launch: Launch, place: Place) -> tuple[str, ...]:
         """Return the API's and the rendezvous' address on rank 0."""

@@ -15,6 +15,7 @@ import msgspec
 
 from glm53_service.artifacts.content import image_content, local_tag
 from glm53_service.artifacts.draft import read_draft_files
+from glm53_service.artifacts.kernels import cache_folder, open_cache
 from glm53_service.artifacts.ready import check_model
 from glm53_service.docker import DockerApi, remove_ours
 from glm53_service.drafter import DrafterKind, check_files
@@ -36,13 +37,9 @@ from glm53_service.system import Memory, largest_processes, read_boot_id
 log = logging.getLogger(__name__)
 
 TAIL_LINES = 400
-CONTENT_DIGITS = 12
 DOCKER_STATE = ("systemctl", "show", "-p", "ActiveState,ActiveEnterTimestampMonotonic", "docker.service")
 LAST_LINES_SECONDS = 0.3
 """A rank's exit is known before its last lines are read; they say why, and what to try next."""
-
-BUILD_LOCKS = "torch_extensions/*/lock"
-"""torch's lock on a kernel build: no rank runs while one is prepared, so a lock here is stale."""
 
 
 class Rank:
@@ -80,18 +77,16 @@ class Rank:
         self._epoch = 0
         self.report = Report()
 
-    def place(self, fabric: Fabric, content: str) -> Place:
-        """Return where this rank runs; its cache folder is the image's own, since compiled kernels belong
-        to it.
-        """
-        digits = content.removeprefix("sha256:")[:CONTENT_DIGITS]
+    def place(self, fabric: Fabric, launch: Launch, engine: Engine) -> Place:
+        """Return where this rank runs; its cache folder belongs to the image and what it compiles for."""
+        cache = cache_folder(self._world.state, launch.image_content, engine.kernel_shape(launch))
         return Place(
             rank=self._rank,
             management=self._management,
             fabric=fabric,
             uid=os.getuid(),
             gid=os.getgid(),
-            cache=str(self._world.state / "cache" / digits),
+            cache=str(cache),
             gpu_mode=self._gpu_mode,
         )
 
@@ -110,20 +105,19 @@ class Rank:
         await remove_ours(self._docker, self._cluster)
         image = await self._image(launch)
         await asyncio.to_thread(check_model, Path(launch.settings.model.path))
-        place = self.place(fabric, launch.image_content)
+        place = self.place(fabric, launch, engine)
         self._check_drafter(launch)
         self._check_ports(engine.listens(launch, place))
         await wait_for_memory(self._world, launch.settings, engine, others)
         try:
-            Path(place.cache).mkdir(parents=True, exist_ok=True)
+            stale = await asyncio.to_thread(open_cache, Path(place.cache))
         except OSError as error:
             raise UnavailableError(
                 f"{place.cache} cannot be made: {error.strerror}",
                 hint="it belongs to user glm53; is the disk full, or something of another owner in the way?",
             ) from None
-        for lock in Path(place.cache).glob(BUILD_LOCKS):
+        for lock in stale:
             log.warning(event("removed a build lock that a killed build left", lock=lock))
-            lock.unlink(missing_ok=True)
         if self._rank == 0:
             check = engine.argument_check(launch, place, image)
             await check_arguments(self._docker, engine, check, self._world.state)

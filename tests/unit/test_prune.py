@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from glm53_service.artifacts import prune_verb
-from glm53_service.artifacts.content import image_content
 from glm53_service.artifacts.layout import layout_of
 from glm53_service.artifacts.manifest import Manifest, write_manifest
 from glm53_service.artifacts.prune import Item, Kind, file_items, images, old
@@ -156,7 +155,7 @@ class Docker:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], Docker]:
-    """A head with three images and four kernel caches; the arguments of glm53 and its docker."""
+    """A head with three images and six kernel caches; the arguments of glm53 and its docker."""
     current = image("new", f"{OURS}@sha256:33", day=9)
     docker = Docker(
         image("oldest", f"{OURS}@sha256:11", day=1),
@@ -171,7 +170,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], Do
     text = settings_text(model, image=f"{OURS}@sha256:33")
     (etc / "settings.yaml").write_text(text)
     state = tmp_path / "state"
-    for number, name in enumerate((image_content(current)[7:19], "k1", "k2", "k3")):
+    for number, name in enumerate(("third-1", "now-1", "before-1", "before-2", "now-2", "now-3")):
         aged(flat(state / "cache" / name, {"kernel.so": b"k" * 7}), 50 - number)
     return ["--etc", str(etc), "prune", "--state", str(state)], docker
 
@@ -186,8 +185,9 @@ def test_prune_lists_and_touches_nothing(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[2:4] for line in lines] == [
         ["image", "sha256:oldest"],
-        ["cache", str(tmp_path / "state/cache/k1")],
-        ["cache", str(tmp_path / "state/cache/k2")],
+        ["cache", str(tmp_path / "state/cache/third-1")],
+        ["cache", str(tmp_path / "state/cache/now-1")],
+        ["cache", str(tmp_path / "state/cache/before-1")],
         ["in", "all;"],
     ]
     assert contents(tmp_path) == before
@@ -201,7 +201,8 @@ def test_prune_yes_removes_what_was_listed_and_no_more(
     argv, docker = site
     assert run(*argv, "--yes", "--json") == 0
     assert set(docker.images) == {"sha256:before", "sha256:new", "sha256:foreign"}
-    assert len(list((tmp_path / "state/cache").iterdir())) == 2
+    left = {path.name for path in (tmp_path / "state/cache").iterdir()}
+    assert left == {"now-3", "now-2", "before-2"}, "in use, the one before, and the last of the image before"
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == 0
     assert run(*argv, "--yes") == 0
 
@@ -254,4 +255,4 @@ def test_what_docker_will_not_give_is_named(
     assert run(*argv, "--yes") == 65
     said = capsys.readouterr()
     assert "sha256:oldest  NOT removed: conflict: a container uses it" in said.out
-    assert "1 of 3 that were to go are still there" in said.err
+    assert "1 of 4 that were to go are still there" in said.err
