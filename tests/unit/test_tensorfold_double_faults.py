@@ -118,10 +118,13 @@ def test_a_full_pool_makes_requests_wait_while_tokens_move(pair: Ranks) -> None:
     """Prevents legitimate waiting from being taken for a stall."""
     pair.control(0, "full_pool=2048")
     begun = pair.begin(*[f"{LONG} {number}" for number in range(3)], max_tokens=1500)
-    health = until(lambda: (h := pair.health())["requests_running"] == 3 and h, "three are there")
+    until(lambda: pair.health()["requests_running"] == 3, "three are there")
+    waiting = re.compile(r"^tensorfold:requests_waiting 2$", re.MULTILINE)
+    # One moment after they came: a request is there before it has its place in the pool.
+    until(lambda: waiting.search(pair.get("/metrics").text), "one has the pool, two wait")
+    health = pair.health()
     assert health["pool_tokens"] == 2048
     assert health["streams"]["decoding"] + health["streams"]["prefilling"] == 1
-    assert re.search(r"^tensorfold:requests_waiting 2$", pair.get("/metrics").text, re.MULTILINE)
     until(lambda: pair.health()["completion_tokens_total"] > health["completion_tokens_total"], "tokens move")
     pair.control(0, "clear")
     assert [future.result().status for future in begun] == [200] * 3
