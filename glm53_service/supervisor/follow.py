@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
+
 from glm53_service.docker import DockerApi
 from glm53_service.engines import engine_for
 from glm53_service.engines.base import Launch, Line, LineKind
@@ -18,7 +20,7 @@ from glm53_service.fabric.probe import survey
 from glm53_service.fabric.rails import Fabric, rail_lines
 from glm53_service.node import Node
 from glm53_service.settings import Gate, Supervision
-from glm53_service.status import RankStatus, Status
+from glm53_service.status import Status
 from glm53_service.story import ErrorLines, event
 from glm53_service.supervisor.decide import follower_verdict
 from glm53_service.supervisor.dial import Dialler
@@ -381,7 +383,7 @@ class Follower:
             )
         )
         state = "running" if running else "idle" if self._dialler.connected else "waiting"
-        found = report.fabric or Fabric(rails=())
+        rank = report.shown(self._node.rank, self._node.node, release=self._release)
         return Status(
             role="follower",
             node=self._node.node,
@@ -394,19 +396,7 @@ class Follower:
             reasons=(silent,) if silent else (),
             model=launch.settings.model.name if launch else "",
             last_end=self._last_end,
-            ranks=(
-                RankStatus(
-                    rank=self._node.rank,
-                    node=self._node.node,
-                    state=report.state,
-                    connected=True,
-                    release=self._release,
-                    rails=tuple(rail.line() for rail in found.rails),
-                    warnings=tuple(map(str, found.warnings)),
-                    command=report.command,
-                    vitals=self._watch.vitals if running else None,
-                ),
-            ),
+            ranks=(msgspec.structs.replace(rank, vitals=self._watch.vitals if running else None),),
         )
 
     def _show(self) -> None:

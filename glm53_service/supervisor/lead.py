@@ -16,10 +16,7 @@ from glm53_service.config import Value
 from glm53_service.docker import DockerApi
 from glm53_service.engines import engine_for
 from glm53_service.engines.base import LineKind
-from glm53_service.errors import GaveUpError, UnavailableError
-from glm53_service.fabric.probe import probe
-from glm53_service.fabric.rails import Fabric
-from glm53_service.fabric.trouble import Kind, Trouble
+from glm53_service.errors import GaveUpError
 from glm53_service.ledger import Ledger
 from glm53_service.node import Node
 from glm53_service.recovery import Recovery, recover
@@ -38,7 +35,6 @@ from glm53_service.supervisor.decide import (
     exited_ranks,
 )
 from glm53_service.supervisor.epoch import FIRST, Epoch
-from glm53_service.supervisor.leftovers import remove_leftovers
 from glm53_service.supervisor.members import ROUTE, Members
 from glm53_service.supervisor.messages import Beat, Bye, Progress, Stop, Welcome
 from glm53_service.supervisor.ports import listening_sockets
@@ -52,13 +48,13 @@ from glm53_service.supervisor.service import (
     start_gate,
 )
 from glm53_service.supervisor.signs import Signs
+from glm53_service.supervisor.surroundings import Surroundings
 from glm53_service.supervisor.watch import Watch
 from glm53_service.supervisor.world import World
 
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.3
-IDLE_LOOK_SECONDS = 2.0
 
 
 class Lead:
@@ -124,10 +120,7 @@ class Lead:
         self._epoch: Epoch | None = None
         self._background = Background()
         self._stop_requested = False
-        self._docker_problem = ""
-        unseen = Trouble(kind=Kind.UNREADABLE, text="the fabric was not looked at yet")
-        self._fabric = Fabric(rails=(), trouble=unseen)
-        self._looked_at = -IDLE_LOOK_SECONDS
+        self._around = Surroundings(node, docker, world, rdma=settings.device == "cuda")
         self._resume_at = 0.0
         self._last_end = ""
         self._refused = False
@@ -178,7 +171,7 @@ class Lead:
         while True:
             self._background.check()
             if self._phase is Phase.IDLE:
-                await self._look_around()
+                await self._around.look()
             decision = decide(self._snapshot(), self._settings.supervision)
             self._publish(decision)
             if decision.action is Action.QUIT:
@@ -212,8 +205,8 @@ class Lead:
             members=members,
             local=self._rank.report,
             stop_requested=self._stop_requested,
-            docker_problem=self._docker_problem,
-            fabric_problem=self._fabric.problem,
+            docker_problem=self._around.docker_problem,
+            fabric_problem=self._around.fabric.problem,
             prepare_problem=epoch.prepare_problem if epoch else "",
             api_up=bool(epoch and epoch.api_up),
             api_problem=epoch.api_problem if epoch else "",
@@ -236,28 +229,6 @@ class Lead:
 
     def _faults(self) -> int:
         return self._ledger.faults_within(self._settings.supervision.faults_window_seconds)
-
-    async def _look_around(self) -> None:
-        """Refresh docker's and the fabric's state, at most every IDLE_LOOK_SECONDS: both can change at any
-        time.
-
-        No epoch is here, so whatever container of this cluster docker has is a leftover.
-        """
-        if self._world.clock() - self._looked_at < IDLE_LOOK_SECONDS:
-            return
-        try:
-            await remove_leftovers(self._docker, self._node.cluster, self._world)
-            self._docker_problem = ""
-        except UnavailableError as error:
-            self._docker_problem = error.message
-        self._fabric = await probe(
-            self._node.lead.fabric,
-            rdma=self._settings.device == "cuda",
-            runner=self._world.runner,
-            root=self._world.root,
-            wishes=self._node.lead.wishes,
-        )
-        self._looked_at = self._world.clock()
 
     def _request_stop(self) -> None:
         self._stop_requested = True
@@ -306,7 +277,7 @@ class Lead:
                 self._end(epoch, decision.cause or Cause.FAULT, "; ".join(decision.reasons))
             case Action.SETTLE:
                 self._enter(Phase.IDLE)
-                self._looked_at = -IDLE_LOOK_SECONDS
+                self._around.forget()
             case _:
                 return
 
@@ -414,17 +385,8 @@ class Lead:
     # What is shown
 
     def _ranks(self) -> tuple[RankStatus, ...]:
-        own, report = self._node.lead, self._rank.report
-        fabric = report.fabric or self._fabric
-        first = RankStatus(
-            rank=0,
-            node=own.node,
-            state=report.state,
-            connected=True,
-            release=self._release,
-            rails=tuple(rail.line() for rail in fabric.rails),
-            warnings=tuple(map(str, fabric.warnings)),
-            command=report.command,
+        first = self._rank.report.shown(
+            0, self._node.lead.node, release=self._release, seen=self._around.fabric
         )
         return tuple(
             msgspec.structs.replace(

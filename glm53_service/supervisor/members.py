@@ -321,17 +321,8 @@ class Members:
 
 
 def _status(link: _Link) -> RankStatus:
-    fabric = link.report.fabric
-    return RankStatus(
-        rank=link.rank,
-        node=link.peer.node,
-        state=link.report.state,
-        connected=bool(link.paths),
-        release=link.hello.release if link.hello else "",
-        rails=tuple(rail.line() for rail in fabric.rails) if fabric else (),
-        warnings=tuple(map(str, fabric.warnings)) if fabric else (),
-        command=link.report.command,
-    )
+    release = link.hello.release if link.hello else ""
+    return link.report.shown(link.rank, link.peer.node, release=release, connected=bool(link.paths))
 
 
 async def _send(path: _Path, message: Message) -> None:

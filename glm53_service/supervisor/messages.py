@@ -14,6 +14,7 @@ import msgspec
 
 from glm53_service.engines.base import Launch
 from glm53_service.fabric.rails import Fabric
+from glm53_service.status import RankStatus
 from glm53_service.system import Memory
 from glm53_service.vitals import Sign, Vitals
 
@@ -58,6 +59,24 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     guard: str = ""
     command: str = ""
     fabric: Fabric | None = None
+
+    def shown(
+        self, rank: int, node: str, *, release: str, connected: bool = True, seen: Fabric | None = None
+    ) -> RankStatus:
+        """Return this report as `glm53 status` shows it; `seen` is the node's fabric when none was found for
+        an epoch.
+        """
+        fabric = self.fabric or seen or Fabric(rails=())
+        return RankStatus(
+            rank=rank,
+            node=node,
+            state=self.state,
+            connected=connected,
+            release=release,
+            rails=tuple(rail.line() for rail in fabric.rails),
+            warnings=tuple(map(str, fabric.warnings)),
+            command=self.command,
+        )
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):

@@ -189,7 +189,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the waits that only a person or a dead host would notice."""
     monkeypatch.setattr("glm53_service.supervisor.dial.REDIAL_SECONDS", 0.05)
     monkeypatch.setattr("glm53_service.supervisor.dial.REJECTED_SECONDS", 0.05)
-    monkeypatch.setattr("glm53_service.supervisor.lead.IDLE_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("glm53_service.supervisor.surroundings.LOOK_SECONDS", 0.05)
     monkeypatch.setattr("glm53_service.supervisor.decide.BACKOFF_SECONDS", (0.0, 0.1))
     monkeypatch.setattr("glm53_service.supervisor.decide.REFUSED_RETRY_SECONDS", 0.1)
     monkeypatch.setattr("glm53_service.supervisor.service.LOOPBACK", f"127.0.{os.getpid() % 250 + 2}.3")

@@ -337,7 +337,7 @@ def test_no_epoch_begins_before_the_follower_says_that_it_hears_its_lead(tmp_pat
     )
     said = "waiting for b (rank 1): it does not hear this node over the fabric yet"
     lead._members._admit(link, hello, path)
-    lead._fabric = Fabric(rails=())
+    lead._around.fabric = Fabric(rails=())
     assert decide(lead._snapshot(), settings.supervision).reasons == (said,)
     lead._members._hear(link, PathName.FABRIC, path, Beat(report=Report(), fabric_silence=0.01))
     assert decide(lead._snapshot(), settings.supervision).action is Action.BEGIN
