@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from glm53_service import cli
-from glm53_service.doctor import artifacts, daemons, memory, ports, service
+from glm53_service.doctor import artifacts, daemons, kernels, memory, ports, service
 from glm53_service.doctor.examination import Examination, compare, examine, exit_code, table
 from glm53_service.doctor.finding import Finding, Level
 from glm53_service.doctor.registry import FILES
@@ -20,6 +20,7 @@ from glm53_service.doctor.snapshot import take
 from glm53_service.doctor.source import open_tree
 from glm53_service.fabric.probe import KERNEL_LOG
 from glm53_service.gpu import QUERY
+from tests.unit import trees
 from tests.unit.doctor_trees import (
     CMA,
     MEMINFO,
@@ -61,6 +62,14 @@ def test_a_healthy_node_has_nothing_above_info(tmp_path: Path, host: int) -> Non
 
 LOW = "MemTotal: 127600000 kB\nMemFree: 9100000 kB\nMemAvailable: 5700000 kB\n" + CMA
 SERVING: Commands = {RANKS: (0, "c0ffee\n")}
+
+
+def locked(*ages: float) -> tuple[int, str]:
+    """Return find's answer for locks of such ages in seconds."""
+    cache = "/var/lib/glm53/cache/0a1b2c3d4e5f-01234567/torch_extensions/k/lock"
+    return 0, "".join(f"{trees.TAKEN - age:.4f} {cache}\n" for age in ages)
+
+
 KILLED = "Out of memory: Killed process 4711 (python3) total-vm:1\n"
 LISTING = "config.json 1201\nmodel-00001.safetensors 4900000000\n"
 LINKS = ("find", MODEL, *artifacts.DANGLING)
@@ -163,6 +172,10 @@ CASES = [
     ("63 shm", healthy(says=rank_with(ShmSize=64 * 1024**3)), "warning docker.shm", "64 GiB of shared"),
     ("117 restart policy", healthy(says=rank_with(RestartPolicy={"Name": "unless-stopped"})),
      "error docker.restart", "unless-stopped"),
+    ("138 a lock that nobody holds", healthy(says={kernels.LOCKS: locked(960.0), **SERVING}),
+     "warning kernels.lock", "/torch_extensions/k/lock, for 16 min"),
+    ("138 the older of two", healthy(says={kernels.LOCKS: locked(5.0, 1800.0), **SERVING}),
+     "warning kernels.lock", "lock and 1 more, for 30 min"),
     ("62 architecture", healthy(says={("uname", "-m"): (0, "x86_64\n")}),
      "error artifacts.architecture", "the image is for arm64"),
     ("79 dangling", healthy(says={LINKS: (0, "model-00001.safetensors\n")}),
@@ -223,6 +236,8 @@ def test_each_report_is_found(
         healthy(says={daemons.APT: (0, SPARED)}),
         healthy(says={QUERY: (0, gpu_row(1980, 41.0, 96))}, more=CAP),
         healthy(more={"proc/meminfo": LOW.replace("5700000", "8400000")}, says=SERVING),
+        healthy(says={kernels.LOCKS: locked(840.0), **SERVING}),
+        healthy(says={kernels.LOCKS: locked(9000.0)}),
         healthy(says={SLEEP: (0, "static\n" * 5)}),
         healthy(says={VERBS: (2, "")}, more={"etc/glm53/settings.yaml": CPU}),
         healthy(says={ports.LISTENING: (0, TAKEN), ACTIVE: (0, "active\ninactive\n")}),
