@@ -30,6 +30,7 @@ INTERRUPTED = 130
 OPTIONS: dict[str, dict[str, Any]] = {
     "--json": {"action": "store_true", "help": "for programs"},
     "--image": {"action": "store_true", "help": "let the engine's image read its arguments too (head)"},
+    "--verify": {"action": "store_true", "help": "compare every file of the release with what was installed"},
     "--origin": {"action": "store_true", "help": "where each value comes from"},
 }
 
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         ("command", _command, "the exact container of each rank of the current epoch", ("--json",)),
         ("config", _config, "each effective value of the head's settings", ("--json", "--origin")),
         ("check", _check, "validate this node's settings; exit 78 names every fault", ("--image",)),
-        ("version", _version, "package version and release", ()),
+        ("version", _version, "package version and release", ("--verify",)),
         ("lead", _lead, "supervise rank 0 (glm53-head.service)", ()),
         ("follow", _follow, "supervise another rank (glm53-worker.service)", ()),
         ("cleanup", _cleanup, "remove this cluster's rank containers here (ExecStopPost)", ()),
@@ -94,10 +95,12 @@ class _Parser(argparse.ArgumentParser):
 # For people and programs ------------------------------------------------------------------------
 
 
-def _version(_: argparse.Namespace) -> int:
-    from glm53_service.release import running_release
+def _version(arguments: argparse.Namespace) -> int:
+    from glm53_service.release import check_files, running_release
 
-    print(f"glm53 {__version__}, release {running_release(Path(sys.prefix))}")
+    print(f"glm53 {__version__}, release {running_release(Path(sys.prefix))}", flush=True)
+    if arguments.verify:
+        check_files(Path(sys.prefix))
     return 0
 
 

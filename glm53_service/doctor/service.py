@@ -18,13 +18,15 @@ from glm53_service.settings import read_settings
 from glm53_service.settings import warnings as settings_warnings
 
 STATUS = ("/opt/glm53/current/bin/glm53", "status", "--json")
-VERSION = ("/opt/glm53/current/bin/glm53", "version")
+VERSION = ("/opt/glm53/current/bin/glm53", "version", "--verify")
 SHOWN = "Id,LoadState,ActiveState,UnitFileState,NRestarts,Result"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """`problems` are those of the files in /etc/glm53; `unit` is systemd's word, `status` the gate's."""
+    """`problems` are those of the files in /etc/glm53; `unit` is systemd's word, `status` the gate's; `drift`
+    is why the release's files are not those that were installed.
+    """
 
     node: Node | None
     problems: tuple[str, ...]
@@ -32,6 +34,7 @@ class Service:
     unit: dict[str, str]
     status: dict[str, Any]
     version: str
+    drift: str = ""
 
 
 async def read(source: Source) -> Service:
@@ -54,13 +57,15 @@ async def read(source: Source) -> Service:
         status = json.loads(said.out)
     except ValueError:
         status = {}
+    release = await source.run(*VERSION)
     return Service(
         node=node,
         problems=tuple(problems),
         warnings=tuple(known),
         unit=dict(line.partition("=")[::2] for line in shown.out.splitlines()),
         status=status if isinstance(status, dict) else {},
-        version=(await source.run(*VERSION)).out.strip(),
+        version=release.out.strip(),
+        drift="" if release.ok else (release.err or "no answer").strip().partition("\n")[0],
     )
 
 
@@ -77,6 +82,13 @@ def check(service: Service) -> Iterator[Finding]:
     for text in service.warnings:
         yield warning(
             "service.settings", text, "settings without a known trap", "`glm53 config --origin` shows them"
+        )
+    if service.drift:
+        yield error(
+            "service.release",
+            service.drift,
+            "the files that site.yml installed",
+            "glm53 version --verify names them, and what to do",
         )
     yield from _unit(service.unit)
     state, reasons = str(service.status.get("state", "")), service.status.get("reasons") or []

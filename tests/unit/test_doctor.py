@@ -70,6 +70,7 @@ def locked(*ages: float) -> tuple[int, str]:
     return 0, "".join(f"{trees.TAKEN - age:.4f} {cache}\n" for age in ages)
 
 
+CHANGED = "glm53: changed since the release was installed: glm53_service/cli.py"
 KILLED = "Out of memory: Killed process 4711 (python3) total-vm:1\n"
 LISTING = "config.json 1201\nmodel-00001.safetensors 4900000000\n"
 LINKS = ("find", MODEL, *artifacts.DANGLING)
@@ -202,6 +203,8 @@ CASES = [
      "warning host.name", "resolves to nothing"),
     ("80 disk", healthy(says={DOCKER_DISK: (0, f"Avail\n{9 * 1024**3}\n")}),
      "warning host.disk", "9.0 GiB free at /var/lib/docker"),
+    ("76 a changed release", healthy(says={service.VERSION: (65, f"{CHANGED}\n  Fix: x\n")}),
+     "error service.release", CHANGED),
     ("failed unit", healthy(says={UNIT: (0, FAILED)}), "error service.unit", "failed"),
     ("18 NET/Socket", healthy(says={service.STATUS: (0, json.dumps(WARNED))}),
      "warning service.rank", "NET/Socket"),

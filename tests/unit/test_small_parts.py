@@ -4,11 +4,14 @@ replies.
 
 from __future__ import annotations
 
+import base64
 import ctypes
+import hashlib
 import logging
 import mmap
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +22,13 @@ from glm53_service import evidence
 from glm53_service.artifacts.cache import give_back
 from glm53_service.artifacts.content import image_content
 from glm53_service.canary import reply_text
-from glm53_service.errors import ConfigError
+from glm53_service.errors import ArtifactError, ConfigError
 from glm53_service.evidence import save_evidence
 from glm53_service.files import read_json, write_durably
 from glm53_service.gate import metrics_text
 from glm53_service.ledger import Ledger
 from glm53_service.notify import Notifier
-from glm53_service.release import release_id, running_release
+from glm53_service.release import changed_files, check_files, release_id, running_release
 from glm53_service.status import RankStatus, Status
 from glm53_service.story import ErrorLines, event, set_up_logging
 from glm53_service.system import largest_processes, read_boot_id, read_memory
@@ -103,6 +106,36 @@ def checkout(root: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return root
+
+
+def test_a_changed_file_of_a_release_is_named(tmp_path: Path) -> None:
+    """Prevents a release that was edited on the node from being taken for the one that its name says."""
+    site = tmp_path / "lib/python3.12/site-packages"
+    files = {"pack/a.py": b"a = 1\n", "pack/b,c.py": b"b = 2\n", "../../../bin/pack": b"#!/x\n"}
+    rows = []
+    for name, content in files.items():
+        path = site / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        rows.append(f'"{name}",sha256={digest},{len(content)}')
+    record = site / "pack-1.dist-info/RECORD"
+    record.parent.mkdir()
+    record.write_text("\n".join([*rows, "pack/__pycache__/a.pyc,,", "pack-1.dist-info/RECORD,,"]))
+    assert changed_files(tmp_path) == []
+    (site / "pack/a.py").write_bytes(b"a = 2\n")
+    (site / "pack/b,c.py").unlink()
+    (tmp_path / "bin/pack").write_bytes(b"#!/y\n")
+    assert changed_files(tmp_path) == ["../../../bin/pack", "pack/a.py", "pack/b,c.py"]
+    with pytest.raises(ArtifactError, match=r"pack/a\.py") as caught:
+        check_files(tmp_path)
+    assert str(tmp_path) in caught.value.hint
+
+
+def test_pips_own_records_are_read() -> None:
+    """Prevents a check that finds every real installation changed, or that finds nothing to look at."""
+    assert changed_files(Path(sys.prefix)) == []
+    assert list(Path(sys.prefix).glob("lib/python3*/site-packages/*.dist-info/RECORD"))
 
 
 def test_the_release_id_is_the_contents(tmp_path: Path) -> None:
