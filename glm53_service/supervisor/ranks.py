@@ -132,8 +132,9 @@ class Rank:
 
     @property
     def running(self) -> str | None:
-        """The container while it runs and nobody has begun to end it."""
-        return self._container if self.report.state is RankState.RUNNING and not self.report.guard else None
+        """The container while it runs, its last requests included, unless the guard ended it."""
+        runs = self.report.state in (RankState.RUNNING, RankState.ENDING)
+        return self._container if runs and not self.report.guard else None
 
     async def stop_at_once(self, reason: str) -> None:
         """Kill the running rank to save the machine, then tell why; its container stays, with the evidence.
@@ -212,8 +213,8 @@ class Rank:
                 if container is not None:
                     await self._end_container(
                         container,
-                        self.report.guard or reason,
-                        fault=fault or bool(self.report.guard),
+                        reason,
+                        fault=fault,
                         grace_seconds=grace_seconds if running and not self.report.guard else 0,
                     )
                 await remove_ours(self._docker, self._cluster)
@@ -233,8 +234,8 @@ class Rank:
         if grace_seconds:
             await self._docker.stop(container, grace_seconds)
         await self._docker.kill(container)
-        if fault:
-            await self._keep_evidence(container, reason)
+        if fault or self.report.guard:
+            await self._keep_evidence(container, self.report.guard or reason)
         await self._docker.remove(container)
 
     async def _keep_evidence(self, container: str, reason: str) -> None:

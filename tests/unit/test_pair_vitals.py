@@ -171,6 +171,39 @@ def test_the_follower_knows_at_once_what_the_ranks_do(tmp_path: Path) -> None:
     run_pair(tmp_path, story, supervision=PATIENT | slow)
 
 
+def test_a_rank_that_finishes_its_last_requests_is_guarded(tmp_path: Path) -> None:
+    """Prevents a Spark that freezes in the seconds between a planned stop and the end of the last request."""
+
+    async def story(pair: Pair) -> None:
+        nodes = machines(pair)
+        pair.start("a")
+        pair.start("b")
+        await pair.serving(1)
+        docker, ended = pair.docker["a"], asyncio.Event()
+        pair.api.requests = 1
+        await pair.until(lambda: bool(pair.service["a"].status().running_requests), "a request runs")
+        killed = docker.kill
+
+        async def stop(container: str, grace_seconds: int) -> None:
+            await asyncio.wait_for(ended.wait(), grace_seconds)
+
+        async def kill(container: str) -> None:
+            ended.set()
+            await killed(container)
+
+        docker.stop, docker.kill = stop, kill  # type: ignore[method-assign]
+        stopping = asyncio.create_task(pair.stop("a"))
+        await pair.until(lambda: pair.service["a"].status().state == "ending", "it drains")
+        await asyncio.sleep(0.1)
+        assert not ended.is_set(), "enough memory: the request may finish"
+        nodes["a"].memory(1.9)
+        await stopping
+        (folder,) = pair.evidence("a")
+        assert "memory guard: MemAvailable is 1.9 GiB" in (folder / "reason.txt").read_text()
+
+    run_pair(tmp_path, story, supervision=PATIENT | {"stop_grace_seconds": 9})
+
+
 def test_the_guard_kills_without_docker(tmp_path: Path) -> None:
     """Prevents a machine that freezes because dockerd, short of memory itself, does not come to the kill."""
 
