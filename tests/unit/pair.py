@@ -127,6 +127,12 @@ class Pair:
         except TimeoutError:
             pytest.fail(f"never: {what}; lead: {self.service['a'].status() if 'a' in self.service else None}")
 
+    async def both_serve(self, epoch: int = 1) -> None:
+        """Start both supervisors, and return once they serve in `epoch`."""
+        self.start("a")
+        self.start("b")
+        await self.serving(epoch)
+
     async def serving(self, epoch: int) -> None:
         """Return once the pair serves in `epoch`."""
         await self.until(

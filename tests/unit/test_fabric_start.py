@@ -46,9 +46,7 @@ def test_each_start_probes_every_rail_both_ways(tmp_path: Path) -> None:
 
     async def story(pair: Pair) -> None:
         with_two_rails(pair)
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         ways = {(name, argv[argv.index("-I") + 1], argv[-1]) for name, *argv in pair.pings}
         assert ways == {
             ("a", "f127.0.1.1", "127.0.1.2"),
@@ -72,9 +70,7 @@ def test_a_second_rail_that_fails_one_way_is_left_out_on_both(tmp_path: Path, no
     async def story(pair: Pair) -> None:
         with_two_rails(pair)
         pair.dead = {(node, peer)}
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         ranks = pair.service["a"].status().ranks
         assert [len(rank.rails) for rank in ranks] == [1, 1]
         for rank in (*ranks, *pair.service["b"].status().ranks):
@@ -123,9 +119,7 @@ def test_a_network_that_nccl_did_not_take_is_a_warning_in_status(tmp_path: Path)
 
     async def story(pair: Pair) -> None:
         pair.docker["b"].said = ["x:1:1 [0] NCCL INFO NET/Socket : Using [0]f2:127.0.1.2<0>"]
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         await pair.until(
             lambda: "NCCL took NET/Socket" in str(pair.service["a"].status().ranks[1].warnings), "warned"
         )

@@ -50,9 +50,7 @@ def test_a_dead_rank_ends_both_and_the_pair_comes_back(tmp_path: Path, victim: s
     """Prevents a rank that lives on alone, and a crash whose evidence is removed with its container."""
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         first = [*pair.docker["a"].containers, *pair.docker["b"].containers]
         await pair.docker[victim].exit(first[0 if victim == "a" else 1], 0)
         await pair.serving(2)
@@ -69,9 +67,7 @@ def test_a_planned_stop_drains_rank_0_first_and_is_no_fault(tmp_path: Path) -> N
     """Prevents cut replies at `systemctl stop`, and a stop that counts as a crash."""
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         await pair.stop("a")
         assert pair.docker["a"].history[-2:] == ["kill", "remove"]
         assert "stop" in pair.docker["a"].history
@@ -89,9 +85,7 @@ def test_an_idle_pair_stops_at_once(tmp_path: Path) -> None:
 
     async def story(pair: Pair) -> None:
         pair.api.requests = 0
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         await pair.stop("a")
         assert "stop" not in pair.docker["a"].history
         assert pair.running() == (0, 0)
@@ -103,9 +97,7 @@ def test_the_workers_leave_ends_the_epoch_without_a_fault(tmp_path: Path) -> Non
     """Prevents `systemctl restart glm53-worker` from being counted against the engine."""
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         await pair.stop("b")
         assert pair.running() == (0, 0)
         await pair.until(lambda: pair.service["a"].status().state == "waiting", "the lead waits")
@@ -121,9 +113,7 @@ def test_a_killed_worker_supervisor_leaves_no_rank_into_the_next_epoch(tmp_path:
     """Prevents an orphan container that holds the rank's memory and port while a new one starts."""
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         orphan = pair.docker["b"].running()[0]
         await pair.kill("b")
         await pair.until(lambda: pair.running() == (0, 1), "rank 0 is gone, the orphan is not")
@@ -139,9 +129,7 @@ def test_a_killed_lead_ends_the_followers_rank_at_once(tmp_path: Path) -> None:
     """Prevents a rank that waits for a lead that was killed: vLLM's rank 1 never ends by itself."""
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         await pair.kill("a")
         await pair.until(lambda: pair.running() == (1, 0), "the follower's rank is gone")
         pair.start("a")
@@ -157,9 +145,7 @@ def test_a_silent_fabric_makes_suspect_then_ends_both(
     """Prevents a pair that stays 'ready' over a dead cable because the management network still answers."""
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         cut = Cut(pair, PathName.FABRIC, monkeypatch)
         await pair.until(lambda: not pair.service["a"].status().ready, "suspect")
         await pair.until(lambda: pair.running() == (0, 0), "no rank is left alone")
@@ -242,9 +228,7 @@ def test_docker_away_is_waited_for_by_name(tmp_path: Path) -> None:
     """Prevents a restart loop while dockerd is being upgraded."""
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         container = pair.docker["a"].running()[0]
         pair.docker["a"].problem = "docker does not answer"
         await pair.docker["a"].exit(container, 137)
@@ -297,9 +281,7 @@ def test_a_docker_that_is_being_stopped_is_no_engine_fault(tmp_path: Path, node:
     """Prevents an upgrade of docker from being counted against the engine: its containers end with a code."""
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         pair.docker_state[node] = "deactivating\n"
         await pair.docker[node].exit(pair.docker[node].running()[0], 137)
         await pair.until(lambda: "docker is being stopped" in pair.service["a"].status().last_end, "ended")
@@ -316,9 +298,7 @@ def test_a_ranks_exit_that_is_heard_before_dockers_end_is_no_fault(tmp_path: Pat
     """
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         pair.docker_state["a"] = "deactivating\n"
         await pair.docker["b"].exit(pair.docker["b"].running()[0], 1)
         await pair.until(lambda: not pair.service["a"].status().ready, "not ready")
@@ -334,9 +314,7 @@ def test_an_exit_that_is_heard_of_once_docker_is_back_is_no_fault(tmp_path: Path
 
     async def story(pair: Pair) -> None:
         pair.docker_state["a"] = "ActiveState=active\nActiveEnterTimestampMonotonic=77\n"
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         pair.docker_state["a"] = "ActiveState=active\nActiveEnterTimestampMonotonic=99\n"
         await pair.docker["a"].exit(pair.docker["a"].running()[0], 0)
         await pair.until(lambda: "docker is being stopped" in pair.service["a"].status().last_end, "ended")

@@ -57,9 +57,7 @@ def test_tensorfolds_followers_start_first(tmp_path: Path) -> None:
             order.append("b")
 
         pair.docker["a"].on_start, pair.docker["b"].on_start = first, second
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         assert sorted(order) == ["a", "b"]
         chosen = {v.key: v.value for v in pair.service["a"].status().chosen}
         assert chosen["drafter.request"] == "mtp"
@@ -93,9 +91,7 @@ def test_the_image_is_asked_once_for_each_command_line(tmp_path: Path) -> None:
     """Prevents ten seconds more at every start."""
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         await pair.docker["b"].exit(pair.docker["b"].running()[0], 1)
         await pair.serving(2)
         await pair.stop("a")
@@ -126,9 +122,7 @@ def test_a_window_that_does_not_fit_is_refitted_once_and_said(tmp_path: Path) ->
             container.exited.set()
 
         pair.docker["a"].on_start = start
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(2)
+        await pair.both_serve(2)
         assert seen == ["1048576", "393216"]
         status = pair.service["a"].status()
         assert status.faults == 0
@@ -160,9 +154,7 @@ def test_a_start_is_tried_again_for_what_a_ranks_last_line_says(tmp_path: Path, 
 
         for name in ("a", "b"):
             pair.docker[name].on_start = starter(name)
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(2)
+        await pair.both_serve(2)
         assert pair.service["a"].status().faults == 0
 
     tensorfold(tmp_path, story)
@@ -172,9 +164,7 @@ def test_a_build_lock_of_a_killed_build_goes(tmp_path: Path) -> None:
     """Prevents a start that waits for ever on a kernel build that nobody does any more."""
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         (cache,) = (tmp_path / "b/cache").iterdir()
         locks = [
             cache / "torch_extensions/kernels/lock",
@@ -207,9 +197,7 @@ def test_a_stuck_engine_is_ended_although_it_answers(
     monkeypatch.setattr("glm53_service.supervisor.epoch.HEALTH_SECONDS", 0.1)
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         await asyncio.sleep(0.5)
         assert pair.service["a"].status().epoch == 1  # idle and quiet is not stuck
         pair.api.health = {**HEALTH, **health}
@@ -226,9 +214,7 @@ def test_an_engine_that_works_slowly_is_left_alone(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("glm53_service.supervisor.epoch.HEALTH_SECONDS", 0.1)
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         for tokens in range(10, 20):
             pair.api.health = {**HEALTH, "requests_running": 3, "completion_tokens_total": tokens}
             await asyncio.sleep(0.3)
@@ -271,9 +257,7 @@ def test_a_line_that_says_broken_ends_the_epoch(tmp_path: Path) -> None:
     """
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         rank = pair.service["a"]._rank
         rank._on_line(rank._engine.read_line("RuntimeError: GLM ranks are out of step; restart every rank"))
         await pair.until(lambda: "out of step" in pair.service["a"].status().last_end, "ended")
@@ -330,9 +314,7 @@ def test_an_idle_pair_is_asked_and_a_stuck_one_found(tmp_path: Path, monkeypatch
     monkeypatch.setattr("glm53_service.supervisor.idle.LOOK_SECONDS", 0.1)
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         first = pair.service["a"].status().answered_at
         await pair.until(lambda: pair.service["a"].status().answered_at > first, "asked again")
         pair.api.hangs = True
@@ -352,9 +334,7 @@ def test_an_idle_question_beside_a_request_shows_nothing(
     monkeypatch.setattr("glm53_service.supervisor.idle.LOOK_SECONDS", 0.1)
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         asked = len(pair.api.asked)
         pair.api.hangs = True
         await pair.until(lambda: len(pair.api.asked) > asked, "asked")

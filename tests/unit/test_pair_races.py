@@ -91,9 +91,7 @@ def test_a_late_hello_does_not_undo_a_newer_word(
 
     async def story(pair: Pair) -> None:
         pair.docker["a"].create_seconds = create_seconds
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         await asyncio.sleep(0.5)  # the late hello has arrived by then
         status = pair.service["a"].status()
         assert (status.ready, status.epoch, status.faults) == (True, 1, 0)
@@ -134,9 +132,7 @@ def test_a_word_lost_with_a_dying_network_is_said_again(
     """Prevents 'ready' with a dead rank: its exit was told once, over the network that just went."""
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         dialler = pair.service["b"]._dialler
         dialler._heard[PathName.MANAGEMENT] = dialler._world.clock() + 0.001
         Cut(pair, PathName.MANAGEMENT, monkeypatch)
@@ -152,9 +148,7 @@ def test_an_exit_over_a_dark_fabric_is_no_engine_fault(
     """Prevents a pair that gives up after five pulled cables."""
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         Cut(pair, PathName.FABRIC, monkeypatch)
         await pair.until(lambda: not pair.service["a"].status().ready, "suspect")
         for container in pair.docker["b"].running():
@@ -231,9 +225,7 @@ def test_a_stray_rank_is_told_to_end(tmp_path: Path, lost: bool) -> None:
     """Prevents a rank whose `stop` was lost from holding the pair for ever: its lease is fine."""
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         told = pair.service["a"]._members.tell_all
 
         async def tell_all(message: Message, *, every_path: bool = False) -> None:
@@ -360,9 +352,7 @@ def test_a_launch_whose_first_word_is_lost_on_both_networks_is_said_again(
     monkeypatch.setattr(members, "_send", send)
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         assert [step for step in pair.docker["b"].history if step != "remove"] == ["create 1", "start"]
         told = len(words)
         await asyncio.sleep(0.3)  # no word is due any more: what is seen is that none comes

@@ -133,9 +133,7 @@ def test_a_serving_node_has_another_limit_and_is_warned_of_first(
 
     async def story(pair: Pair) -> None:
         nodes = machines(pair)
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         await pair.until(lambda: not pair.service["b"]._dialler.beat.loading, "the follower knows it, too")
         nodes[where].memory(4.5)
         said = (
@@ -176,9 +174,7 @@ def test_a_rank_that_finishes_its_last_requests_is_guarded(tmp_path: Path) -> No
 
     async def story(pair: Pair) -> None:
         nodes = machines(pair)
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         docker, ended = pair.docker["a"], asyncio.Event()
         pair.api.requests = 1
         await pair.until(lambda: bool(pair.service["a"].status().running_requests), "a request runs")
@@ -277,9 +273,7 @@ def test_a_clamped_gpu_is_a_warning_while_requests_run(
     async def story(pair: Pair) -> None:
         machines(pair)
         pair.smi[where] = CLAMPED
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         said = f"warning: rank {'ab'.index(where)}: GPU 0 is clamped: 695 MHz and 17 W"
         await pair.until(lambda: said in pair.service["a"].status().line(), said)
         assert pair.service["a"].status().ready
@@ -305,9 +299,7 @@ def test_a_clock_that_is_low_once_is_nothing(tmp_path: Path) -> None:
                 return CLAMPED if looks[key] % 2 else HEALTHY
 
         pair.smi = Alternately()
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         for enough in range(3, 9):
             await pair.until(lambda n=enough: min(looks.values()) > n, "looks at the GPU")  # type: ignore[misc]
             assert "GPU" not in pair.service["a"].status().line()
@@ -322,9 +314,7 @@ def test_an_idle_pair_asks_no_gpu(tmp_path: Path) -> None:
         machines(pair)
         pair.smi = {"a": CLAMPED, "b": CLAMPED}
         pair.api.requests = 0
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         looks = [pair.service[name]._watch for name in "ab"]
         await pair.until(lambda: all(watch.vitals for watch in looks), "both look")
         until = pair.service["a"]._world.clock() + 0.5
@@ -401,9 +391,7 @@ def test_a_worker_whose_host_went_down_is_told_as_that(
 
     async def story(pair: Pair) -> None:
         nodes = machines(pair)
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         rank = pair.docker["b"].running()[0]
         await pair.kill("b")
         await pair.docker["b"].exit(rank, 255)
@@ -442,9 +430,7 @@ def test_the_heads_own_leftovers_say_how_they_ended(
 
     async def story(pair: Pair) -> None:
         nodes = machines(pair)
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         rank = pair.docker["a"].running()[0]
         await pair.kill("a")
         if code is not None:
@@ -465,9 +451,7 @@ def test_a_reboot_is_remembered_over_another_restart(tmp_path: Path) -> None:
 
     async def story(pair: Pair) -> None:
         nodes = machines(pair)
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         await pair.kill("b")
         await pair.until(lambda: pair.service["a"].status().state == "waiting", "the lead waits")
         nodes["b"].boot("second-boot")
@@ -490,9 +474,7 @@ def test_a_rank_that_somebody_restarts_alone_ends_both(tmp_path: Path) -> None:
 
     async def story(pair: Pair) -> None:
         machines(pair)
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         docker = pair.docker["b"]
         rank = docker.running()[0]
         await docker.exit(rank, 0)
@@ -509,9 +491,7 @@ def test_docker_knows_how_a_rank_ended(tmp_path: Path) -> None:
 
     async def story(pair: Pair) -> None:
         machines(pair)
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         rank = pair.docker["b"].running()[0]
         pair.docker["b"].containers[rank].more = {"OOMKilled": True}
         await pair.docker["b"].exit(rank, 137)

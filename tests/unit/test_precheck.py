@@ -21,9 +21,7 @@ def test_a_flag_that_the_image_does_not_know_leaves_the_pair_alone(tmp_path: Pat
     """Prevents a pair that is stopped for settings with which it cannot come back."""
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         docker, asked = pair.docker["a"], pair.docker["a"].checks
         wrong = make_settings(tmp_path / "model", vllm={"max_model_len": 4096})
         docker.parser = (2, "exited")
@@ -53,9 +51,7 @@ def test_what_was_asked_before_the_restart_is_not_asked_at_the_start(tmp_path: P
         same = make_settings(tmp_path / "model", api={"port": pair.api.port}, gate={"port": pair.gate})
         assert await ask_image(pair.node("a"), same, docker, pair.world("a")) == ""
         assert labels == [{"glm53.check": "unit"}]
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         assert docker.checks == 1
 
     run_pair(tmp_path, story)

@@ -137,9 +137,7 @@ def test_what_no_field_shows_is_found_by_asking(
 
     async def story(pair: Pair) -> None:
         pair.api.requests = 0
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         if case == "out of step":
             pair.api.completion, pair.api.chat_status = {"error": STUCK[case]}, 500
         elif case == "!!!!":
@@ -159,9 +157,7 @@ def test_a_killed_worker_is_seen_although_the_api_is_well(tmp_path: Path, engine
     """Prevents requests that hang for minutes behind a 200: rank 1 is killed (137), rank 0 says nothing."""
 
     async def story(pair: Pair) -> None:
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         victim, other = pair.docker["b"].running()[0], pair.docker["a"].running()[0]
         await pair.docker["b"].exit(victim, 137)
         await pair.until(lambda: not pair.service["a"].status().ready, "not ready")

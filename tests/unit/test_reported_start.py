@@ -237,9 +237,7 @@ def test_ten_failed_probes_while_it_loads_kill_nothing(
 
         if answer == "refused":
             pair.docker["a"].on_start = late
-        pair.start("a")
-        pair.start("b")
-        await pair.serving(1)
+        await pair.both_serve()
         assert "kill" not in pair.docker["a"].history + pair.docker["b"].history
         assert answer == "refused" or len(probes) > 10
 
