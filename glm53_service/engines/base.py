@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from glm53_service.errors import ConfigError
 from glm53_service.fabric.rails import Fabric
 from glm53_service.fabric.trouble import Trouble
 from glm53_service.settings import Settings, choose_drafter
-from glm53_service.system import Memory
+from glm53_service.system import GIB, Memory
 
 LABEL = "glm53"
 """Prefix of the labels on our containers; nothing without `glm53.cluster` is ever touched."""
@@ -348,6 +348,35 @@ class Engine(Protocol):
     def stop_seconds(self, settings: Settings, rank: int, *, serving: bool) -> int:
         """Return how long SIGTERM is given before SIGKILL; 0 is SIGKILL at once."""
         ...
+
+
+def check_container(
+    launch: Launch,
+    place: Place,
+    image_id: str,
+    *,
+    program: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+) -> ContainerSpec:
+    """Return a container in which the Python text `program` reads a rank's arguments: no GPU, no network, no
+    files of the node.
+    """
+    return ContainerSpec(
+        name=f"{LABEL}-check{place.rank}",
+        image=image_id,
+        entrypoint=("python3", "-c", program),
+        command=tuple(arguments),
+        environment={"HOME": "/tmp", **environment},
+        mounts=(),
+        user=f"{place.uid}:{place.gid}",
+        shm_bytes=GIB,
+        stop_seconds=0,
+        labels=labels(launch, place),
+        gpus=None,
+        rdma=False,
+        network="none",
+    )
 
 
 def labels(launch: Launch, place: Place) -> dict[str, str]:

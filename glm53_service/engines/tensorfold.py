@@ -21,6 +21,7 @@ from glm53_service.engines.base import (
     Line,
     Mount,
     Place,
+    check_container,
     labels,
     snapshot_mounts,
 )
@@ -100,20 +101,13 @@ class TensorfoldEngine:
 
     def argument_check(self, launch: Launch, place: Place, image_id: str) -> ContainerSpec:
         """Return a container that only has the image's own parser read the rank's arguments."""
-        return ContainerSpec(
-            name=f"{LABEL}-check{place.rank}",
-            image=image_id,
-            entrypoint=("python3", "-c", PARSE),
-            command=tuple(self._arguments(launch, place)),
-            environment={"HOME": "/tmp"},
-            mounts=(),
-            user=f"{place.uid}:{place.gid}",
-            shm_bytes=GIB,
-            stop_seconds=0,
-            labels=labels(launch, place),
-            gpus=None,
-            rdma=False,
-            network="none",
+        return check_container(
+            launch,
+            place,
+            image_id,
+            program=PARSE,
+            arguments=self._arguments(launch, place),
+            environment={},
         )
 
     def read_argument_check(self, code: int, output: str) -> str:

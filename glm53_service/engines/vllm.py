@@ -23,6 +23,7 @@ from glm53_service.engines.base import (
     Line,
     Mount,
     Place,
+    check_container,
     labels,
     snapshot_mounts,
 )
@@ -113,20 +114,13 @@ class VllmEngine:
 
     def argument_check(self, launch: Launch, place: Place, image_id: str) -> ContainerSpec:
         """Return a container that has the image's own parser read the rank's arguments, on any device."""
-        return ContainerSpec(
-            name=f"{LABEL}-check{place.rank}",
-            image=image_id,
-            entrypoint=("python3", "-c", CHECK),
-            command=tuple(self._arguments(launch, place)),
-            environment={"HOME": "/tmp", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
-            mounts=(),
-            user=f"{place.uid}:{place.gid}",
-            shm_bytes=GIB,
-            stop_seconds=0,
-            labels=labels(launch, place),
-            gpus=None,
-            rdma=False,
-            network="none",
+        return check_container(
+            launch,
+            place,
+            image_id,
+            program=CHECK,
+            arguments=self._arguments(launch, place),
+            environment={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
         )
 
     def read_argument_check(self, code: int, output: str) -> str:
