@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import getpass
 import os
@@ -15,6 +16,8 @@ from glm53_service.errors import ArtifactError, BusyError
 
 SPARE_BYTES = 1 << 30
 """What must stay free on a filesystem beyond the copy."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Free = Callable[[Path], int]
 
@@ -51,6 +54,27 @@ def check_room(needs: Mapping[Path, int], *, free: Free = free_bytes, spare: int
                 hint=f"free {gigabytes(size + spare - found)} there (`glm53 prune` lists what can go), or put"
                 " the snapshot on another disk",
             )
+
+
+def trouble(error: OSError, folder: Path, *, missing: str = "") -> ArtifactError:
+    """Return in words what the system refused while something was written in `folder`.
+
+    `missing` is what there was no room for.
+    """
+    if error.errno in FULL:
+        return ArtifactError(
+            f"{folder}: the disk is full ({error.strerror})" + (f"; {missing} missing" if missing else ""),
+            hint="make room there and run this again; it goes on where it stopped",
+        )
+    hints = {
+        errno.EROFS: "mount it writable, or set a path elsewhere",
+        errno.EEXIST: "a file, or a link to nowhere, is where a folder has to be: move it away",
+        errno.ENOTDIR: "a file, or a link to nowhere, is where a folder has to be: move it away",
+        errno.ELOOP: "a link is where a file of ours has to be: move it away",
+    }
+    return ArtifactError(
+        f"{error.filename or folder}: {error.strerror or error}", hint=hints.get(error.errno or 0, "")
+    )
 
 
 def check_writable(folder: Path) -> None:

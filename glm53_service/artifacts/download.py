@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from glm53_service.artifacts.disk import Free, check_room, check_writable, free_bytes, held
+from glm53_service.artifacts.disk import Free, check_room, check_writable, free_bytes, held, trouble
 from glm53_service.artifacts.fetch import Client, Fetcher, link, part_of
 from glm53_service.artifacts.hub import Refused, Stopped
 from glm53_service.artifacts.layout import Layout
@@ -24,13 +25,10 @@ from glm53_service.artifacts.manifest import (
     read_manifest,
     write_manifest,
 )
+from glm53_service.artifacts.present import Work, have, look, needs, record
 from glm53_service.artifacts.progress import Progress
 from glm53_service.artifacts.snapshot import (
     INDEX,
-    Kind,
-    Problem,
-    check_content,
-    check_entry,
     extra_weights,
     own_word,
     quick_check,
@@ -39,11 +37,10 @@ from glm53_service.artifacts.snapshot import (
 )
 from glm53_service.artifacts.sources import Want
 from glm53_service.errors import ArtifactError, Glm53Error, UnavailableError
+from glm53_service.files import write_durably
 from glm53_service.settings import Source
 
 STREAMS = 4
-FETCHED = (Kind.MISSING, Kind.DANGLING, Kind.SHORT)
-"""What is fetched without being asked: nothing that was whole is lost by it."""
 
 
 class HubClient(Client, Protocol):
@@ -85,14 +82,6 @@ class Outcome:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
-class _Work:
-    """What is to be done of one manifest: files to fetch, and what is proven already."""
-
-    fetch: list[Entry] = field(default_factory=list)
-    proven: list[Entry] = field(default_factory=list)
-
-
 class IncompleteError(ArtifactError):
     """The repository's own index names files that it does not have."""
 
@@ -102,16 +91,16 @@ def download(want: Want, options: Options, world: World) -> Outcome:
 
     A complete snapshot is recognised without a network and without a write.
     """
-    folder = want.layout.folder
-    known = read_manifest(folder)
+    known = _known(want.layout.folder, options)
     if known is not None:
         _same_source(want, known)
         if not options.full and not quick_check(want.layout, known):
+            _tidy(want.layout.folder)
             return Outcome(manifest=known)
     if options.offline:
         return _offline(want, known)
     try:
-        source, manifest = _listing(want, known, world)
+        source, manifest = _listing(want, known, options, world)
     except UnavailableError as error:
         if known is None and not own_word(want.layout):
             return Outcome(manifest=None, notes=(f"complete by its own index; no hashes: {error.message}",))
@@ -124,6 +113,15 @@ def download(want: Want, options: Options, world: World) -> Outcome:
         world.say(f"{error.message}; falling back to {want.fallback}")
         manifest = _ask(world.hub(), want.fallback, world)
         return _bring(want, want.fallback, manifest, options, world)
+
+
+def _known(folder: Path, options: Options) -> Manifest | None:
+    try:
+        return read_manifest(folder)
+    except ArtifactError:
+        if not options.repair:
+            raise
+        return None
 
 
 def _same_source(want: Want, known: Manifest) -> None:
@@ -148,24 +146,30 @@ def _offline(want: Want, known: Manifest | None) -> Outcome:
     return Outcome(manifest=known, notes=notes)
 
 
-def _listing(want: Want, known: Manifest | None, world: World) -> tuple[Source, Manifest]:
-    """Return the source in use, and its list of files: the manifest on disk, else the hub's."""
+def _listing(want: Want, known: Manifest | None, options: Options, world: World) -> tuple[Source, Manifest]:
+    """Return the source in use, and its list of files: the manifest on disk, else the hub's.
+
+    A repair asks the hub: it may be the manifest that is wrong.
+    """
     if want.source is None:
         raise ArtifactError(
             f"nobody says where {want.title} comes from",
             hint="glm53_model_source: {repository: OWNER/NAME, revision: 40 digits}",
         )
+    first, fallback = want.source, want.fallback
     if known is not None:
-        return Source(repository=known.repository, revision=known.revision), known
+        first, fallback = Source(repository=known.repository, revision=known.revision), None
+        if not options.repair:
+            return first, known
     hub = world.hub()
     try:
-        return want.source, _ask(hub, want.source, world)
+        return first, _ask(hub, first, world)
     except _Gone as gone:
-        if want.fallback is None:
+        if fallback is None:
             raise gone.error from None
-        world.say(f"{gone.error.message}; falling back to {want.fallback}")
+        world.say(f"{gone.error.message}; falling back to {fallback}")
     try:
-        return want.fallback, _ask(hub, want.fallback, world)
+        return fallback, _ask(hub, fallback, world)
     except _Gone as gone:
         raise gone.error from None
 
@@ -188,137 +192,43 @@ def _ask(hub: HubClient, source: Source, world: World) -> Manifest:
 
 
 def _bring(want: Want, source: Source, manifest: Manifest, options: Options, world: World) -> Outcome:
-    layout, folder = want.layout, want.layout.folder
+    folder = want.layout.folder
     check_writable(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with held(folder):
-        work = _look(layout, manifest, options, world)
-        check_room(_needs(layout, work.fetch), free=world.free)
-        for place in {layout.folder, *(part_of(layout, entry).parent for entry in work.fetch)}:
-            check_writable(place)
-        fetched = _fetch_all(layout, source, manifest, work, options, world)
-        done = msgspec.structs.replace(manifest, files=tuple(work.proven))
-        _check_drafter_hash(want, done)
-        write_manifest(folder, done)
-        (folder / UNFINISHED).unlink(missing_ok=True)
-        notes = [*_point_main(layout)]
-        notes += [str(problem) for problem in extra_weights(layout, done)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with held(folder):
+            return _fill(want, source, manifest, options, world)
+    except OSError as error:
+        raise trouble(error, folder) from None
+
+
+def _fill(want: Want, source: Source, manifest: Manifest, options: Options, world: World) -> Outcome:
+    layout, folder = want.layout, want.layout.folder
+    work = look(layout, manifest, options, world)
+    check_room(needs(layout, work.fetch), free=world.free)
+    for place in {layout.folder, *(part_of(layout, entry).parent for entry in work.fetch)}:
+        check_writable(place)
+    fetched = _fetch_all(layout, source, manifest, work, options, world)
+    done = msgspec.structs.replace(manifest, files=tuple(work.proven))
+    _check_drafter_hash(want, done)
+    notes = _point_main(layout)
+    write_manifest(folder, done)  # the last: with it the next run has nothing to do
+    _tidy(folder)
+    notes += [str(problem) for problem in extra_weights(layout, done)]
     return Outcome(
         manifest=done, fetched=len(fetched), bytes=sum(e.size for e in fetched), notes=tuple(notes)
     )
 
 
-def _look(layout: Layout, manifest: Manifest, options: Options, world: World) -> _Work:
-    """Return what is missing; files that are there and not proven yet are hashed here."""
-    before = read_manifest(layout.folder) or read_manifest(layout.folder, UNFINISHED)
-    known = {e.path: e for e in before.files} if before is not None and not options.full else {}
-    work, wrong, unknown = _Work(), [], []
-    for entry in manifest.files:
-        problem = check_entry(layout, entry)
-        if problem is None and not entry.small and (proven := _match(entry, known.get(entry.path))):
-            work.proven.append(proven)
-        elif problem is None:
-            unknown.append(entry)
-        elif problem.kind in FETCHED or (options.repair and problem.kind is Kind.SIZE):
-            _relink(layout, entry, work, unknown)
-        else:
-            wrong.append(problem)
-    wrong += _prove(layout, manifest, unknown, work, options, world)
-    if wrong:
-        raise ArtifactError(
-            f"{layout.folder}: files are there that are not those of"
-            f" {manifest.repository}@{manifest.revision[:12]}:\n{summary(wrong)}",
-            hint=_fix(wrong),
-        )
-    return work
-
-
-def _fix(wrong: Sequence[Problem]) -> str:
-    if any(problem.kind in (Kind.UNREADABLE, Kind.OUTSIDE) for problem in wrong):
-        return "give this account the files (sudo chown, for this snapshot only), and keep links inside"
-    return "--repair replaces them with the hub's; keep a copy first if somebody changed them on purpose"
-
-
-def _match(entry: Entry, known: Entry | None) -> Entry | None:
-    """Return the proven entry when it is of the same content."""
-    if known is None or known.size != entry.size or not known.sha256:
-        return None
-    same = known.sha256 == entry.sha256 if entry.sha256 else known.git_sha1 == entry.git_sha1
-    return known if same else None
-
-
-def _relink(layout: Layout, entry: Entry, work: _Work, unknown: list[Entry]) -> None:
-    """Use a cache's blob of that content if one is there (its link was lost), else fetch."""
-    for blob in layout.blobs(entry.etag):
-        if blob.is_file() and blob.stat().st_size == entry.size:
-            link(layout.folder / entry.path, blob)
-            unknown.append(entry)
-            return
-    work.fetch.append(entry)
-
-
-def _prove(
-    layout: Layout, manifest: Manifest, unknown: list[Entry], work: _Work, options: Options, world: World
-) -> list[Problem]:
-    """Hash files that are there; return those that are wrong and may not be replaced."""
-    if not unknown:
-        return []
-    wrong = []
-    total = sum(entry.size for entry in unknown)
-    progress = Progress(
-        "checking what is there", len(unknown), total, clock=world.clock, as_json=options.as_json
-    )
-
-    def one(entry: Entry) -> tuple[Entry, Problem | None, str]:
-        from glm53_service.artifacts.hashing import hash_file
-
-        problem = check_content(layout, entry, progress.count)
-        sha256 = entry.sha256 or ("" if problem else hash_file(layout.folder / entry.path))
-        return entry, problem, sha256
-
-    with ThreadPoolExecutor(options.streams, thread_name_prefix="check") as pool:
-        for entry, problem, sha256 in pool.map(one, unknown):
-            progress.file_done()
-            if problem is None:
-                work.proven.append(msgspec.structs.replace(entry, sha256=sha256))
-                if not entry.small:
-                    _record(layout, manifest, work.proven)
-            elif options.repair:
-                work.fetch.append(entry)
-            else:
-                wrong.append(problem)
-    progress.end()
-    return wrong
-
-
-def _needs(layout: Layout, fetch: Sequence[Entry]) -> dict[Path, int]:
-    """Return the missing bytes of each folder; what an unfinished file has already does not count."""
-    needs: dict[Path, int] = {}
-    for entry in fetch:
-        part = part_of(layout, entry)
-        needs[part.parent] = needs.get(part.parent, 0) + entry.size - _have(part, entry)
-    return needs
-
-
-def _have(part: Path, entry: Entry) -> int:
-    size = part.stat().st_size if part.exists() else 0
-    return size if size <= entry.size else 0
-
-
-def _record(layout: Layout, manifest: Manifest, proven: Sequence[Entry]) -> None:
-    record = msgspec.structs.replace(manifest, files=tuple(proven))
-    write_manifest(layout.folder, record, UNFINISHED)
-
-
 def _fetch_all(
-    layout: Layout, source: Source, manifest: Manifest, work: _Work, options: Options, world: World
+    layout: Layout, source: Source, manifest: Manifest, work: Work, options: Options, world: World
 ) -> list[Entry]:
     """Fetch `work.fetch`, the small files first; the first failure stops the others where they are."""
     if not work.fetch:
         _check_index(layout, manifest)
         return []
     fetch = sorted(work.fetch, key=lambda e: (e.path != INDEX, e.size))
-    there = sum(e.size for e in work.proven) + sum(_have(part_of(layout, e), e) for e in fetch)
+    there = sum(e.size for e in work.proven) + sum(have(part_of(layout, e), e) for e in fetch)
     progress = Progress(
         str(source),
         len(manifest.files),
@@ -340,24 +250,42 @@ def _fetch_all(
     )
     lock = threading.Lock()
 
-    def one(entry: Entry) -> None:
-        done = fetcher.fetch(entry)
-        progress.file_done()
+    def one(entries: Sequence[Entry]) -> None:
+        done = fetcher.fetch(entries[0])
+        for twin in entries[1:]:
+            link(layout.folder / twin.path, (layout.folder / entries[0].path).resolve())
+            progress.count(twin.size)
         with lock:
-            work.proven.append(done)
-            _record(layout, manifest, work.proven)
+            for entry in entries:
+                progress.file_done()
+                work.proven.append(msgspec.structs.replace(entry, sha256=done.sha256))
+            if not done.small:  # what is small is hashed again anyway
+                record(layout, manifest, work.proven)
 
     if fetch[0].path == INDEX:
-        one(fetch.pop(0))
+        one([fetch.pop(0)])
     _check_index(layout, manifest)
-    _all(one, fetch, options.streams, stop)
+    _all(one, _by_content(layout, fetch), options.streams, stop)
     progress.end()
     return work.fetch
 
 
-def _all(one: Callable[[Entry], None], fetch: Sequence[Entry], streams: int, stop: threading.Event) -> None:
+def _by_content(layout: Layout, fetch: Sequence[Entry]) -> list[list[Entry]]:
+    """Return what grows in one unfinished file together: in a cache, files of equal content are one blob."""
+    groups: dict[Path, list[Entry]] = {}
+    for entry in fetch:
+        groups.setdefault(part_of(layout, entry), []).append(entry)
+    return list(groups.values())
+
+
+def _all(
+    one: Callable[[Sequence[Entry]], None],
+    groups: Sequence[Sequence[Entry]],
+    streams: int,
+    stop: threading.Event,
+) -> None:
     with ThreadPoolExecutor(streams, thread_name_prefix="fetch") as pool:
-        futures: list[Future[None]] = [pool.submit(one, entry) for entry in fetch]
+        futures: list[Future[None]] = [pool.submit(one, group) for group in groups]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
@@ -368,6 +296,13 @@ def _all(one: Callable[[Entry], None], fetch: Sequence[Entry], streams: int, sto
     for error in failed:
         if not isinstance(error, Stopped):
             raise error
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what a run that was killed has written down, once there is a manifest."""
+    for name in (UNFINISHED, f".{UNFINISHED}.tmp"):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink(missing_ok=True)
 
 
 def _check_index(layout: Layout, manifest: Manifest) -> None:
@@ -399,6 +334,5 @@ def _point_main(layout: Layout) -> list[str]:
     if layout.hub is None or (layout.storage / "refs/main").exists():
         return []
     check_writable(layout.storage / "refs")
-    (layout.storage / "refs").mkdir(exist_ok=True)
-    (layout.storage / "refs/main").write_text(layout.revision, encoding="ascii")
+    write_durably(layout.storage / "refs/main", layout.revision)
     return ["refs/main was missing and now names this revision"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import fcntl
 import hashlib
 import io
 import os
 import random
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any, BinaryIO, Protocol, cast
 
 import msgspec
 
+from glm53_service.artifacts.disk import FULL, trouble
 from glm53_service.artifacts.hashing import pieces
 from glm53_service.artifacts.hub import Refused, Stopped
 from glm53_service.artifacts.layout import Layout
 from glm53_service.artifacts.manifest import Entry
-from glm53_service.errors import ArtifactError
+from glm53_service.artifacts.progress import gigabytes
+from glm53_service.errors import ArtifactError, BusyError
 from glm53_service.settings import Source
 
 TRIES = 8
@@ -29,7 +32,8 @@ LONGEST_PAUSE_SECONDS = 60.0
 FLUSH_BYTES = 256 << 20
 """After so many bytes a file's pages are written out and given back."""
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+LONGEST_NAME_BYTES = 200
+"""Of a file's own name in that of its unfinished file: a file system takes 255 in all."""
 
 
 class Client(Protocol):
@@ -46,7 +50,7 @@ class Sink(io.RawIOBase):
         super().__init__()
         self._entry, self._count, self._stop = entry, count, stop
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
+        self._file = os.fdopen(_open_alone(path), "r+b", buffering=0)
         self._path = path
         self._flushed = 0
         if path.stat().st_size > entry.size:
@@ -62,6 +66,11 @@ class Sink(io.RawIOBase):
         """Append, hash and count."""
         if self._stop.is_set():
             raise Stopped
+        if self.size + len(data) > self._entry.size:
+            raise ArtifactError(
+                f"{self._entry.path}: more comes than the {self._entry.size} bytes that were listed",
+                hint="a proxy or mirror in between changes files: HTTPS_PROXY, HF_ENDPOINT",
+            )
         view = memoryview(data)
         while view:
             written = self._file.write(view)
@@ -124,6 +133,26 @@ class Sink(io.RawIOBase):
         self._flushed = self.size
 
 
+def _open_alone(path: Path) -> int:
+    """Return `path` opened for writing by nobody else: snapshots of one cache share their blobs."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise ArtifactError(f"{path} is no file", hint="move it away")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and path.stat().st_ino == status.st_ino:
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise BusyError(f"{path} is being written by another run", hint="wait until it ends") from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the other run has just put it in place, or removed it
+
+
 class Fetcher:
     """Fetches single files of one snapshot. `pause` sleeps for seconds; it ends early when stopped."""
 
@@ -150,11 +179,11 @@ class Fetcher:
                     if sink.size < entry.size or not entry.size:
                         self._transfer(entry, sink)
                     done = sink.finish()
-                if done is not None:
-                    place(self._layout, entry, part)
-                    return done
-                self._count(-part.stat().st_size)
-                part.unlink()
+                    if done is not None:
+                        place(self._layout, entry, part)
+                        return done
+                    self._count(-part.stat().st_size)
+                    part.unlink()
                 sent_wrong += 1
                 if sent_wrong > 2:
                     raise ArtifactError(
@@ -163,12 +192,11 @@ class Fetcher:
                     )
                 self._say(f"{entry.path}: the content was wrong; it is fetched anew")
         except OSError as error:
+            missing = ""
             if error.errno in FULL:
-                raise ArtifactError(
-                    f"{part.parent}: the disk is full ({error.strerror})",
-                    hint="make room there and run this again; it goes on where it stopped",
-                ) from None
-            raise ArtifactError(f"{entry.path}: {error.strerror or error} ({part})") from None
+                have = part.stat().st_size if part.exists() else 0
+                missing = f"{gigabytes(entry.size - have)} of {entry.path} are"
+            raise trouble(error, part.parent, missing=missing) from None
 
     def _transfer(self, entry: Entry, sink: Sink) -> None:
         failures = 0
@@ -199,7 +227,13 @@ def part_of(layout: Layout, entry: Entry) -> Path:
     if layout.hub is not None:
         return layout.blobs(entry.etag)[0].with_suffix(".incomplete")
     target = layout.folder / entry.path
-    return target.with_name(f".{target.name}.{entry.etag[:16]}.incomplete")
+    return target.with_name(f".{_short(target.name)}.{entry.etag[:16]}.incomplete")
+
+
+def _short(name: str) -> str:
+    if len(name.encode()) <= LONGEST_NAME_BYTES:
+        return name
+    return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
 def place(layout: Layout, entry: Entry, part: Path) -> None:
@@ -229,7 +263,7 @@ def place(layout: Layout, entry: Entry, part: Path) -> None:
 def link(target: Path, blob: Path) -> None:
     """Make `target` a relative link to `blob`, in one step."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.link")
+    temporary = target.with_name(f".{_short(target.name)}.link")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(os.path.relpath(blob, target.parent))
     temporary.replace(target)

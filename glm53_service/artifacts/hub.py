@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import msgspec
+
 from glm53_service.artifacts.layout import safe_member
 from glm53_service.artifacts.manifest import Entry, Manifest
 from glm53_service.errors import ArtifactError, AuthError, ConfigError, Glm53Error, UnavailableError
@@ -123,17 +125,24 @@ class Hub:
             )
         except Exception as error:  # noqa: BLE001 - the client's errors have no common base
             raise self._refused(error, source) from None
-        files = tuple(
-            Entry(
-                path=safe_member(item.path, f"{self.name}/{source.repository}"),
-                size=item.size,
-                sha256=item.lfs.sha256 if item.lfs else "",
-                git_sha1="" if item.lfs else item.blob_id,
-            )
-            for item in listed
-            if hasattr(item, "blob_id")
-        )
+        files = tuple(self._entry(item, source) for item in listed if hasattr(item, "blob_id"))
         return Manifest(repository=source.repository, revision=source.revision, files=files)
+
+    def _entry(self, item: Any, source: Source) -> Entry:
+        """Return one line of the hub's list. Its hash becomes a file's name, so it has to be one."""
+        found = {
+            "path": safe_member(item.path, f"{self.name}/{source.repository}"),
+            "size": item.size,
+            "sha256": item.lfs.sha256 if item.lfs else "",
+            "git_sha1": "" if item.lfs else item.blob_id,
+        }
+        try:
+            entry = msgspec.convert(found, Entry)
+        except msgspec.ValidationError as error:
+            raise ArtifactError(f"{self.name}: the list of {source} cannot be used: {error}") from None
+        if not entry.etag:
+            raise ArtifactError(f"{self.name}: the list of {source} has no hash of {entry.path}")
+        return entry
 
     def fetch(self, source: Source, entry: Entry, file: BinaryIO, have: int) -> None:
         """Append the bytes of `entry` from offset `have` to `file`; Refused says why it ended early.

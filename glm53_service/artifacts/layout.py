@@ -14,6 +14,9 @@ SNAPSHOT = re.compile(
 )
 """A snapshot folder of huggingface_hub's cache: `<hub>/models--OWNER--NAME/snapshots/<revision>`."""
 
+OURS = ".glm53-"
+"""What the names of our own files beside a model begin with: no list may name one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -63,6 +66,8 @@ def safe_member(name: str, source: str) -> str:
     Lists of files come from other machines.
     """
     path = PurePosixPath(name)
-    if not name or path.is_absolute() or ".." in path.parts or "\0" in name or str(path) != name:
+    inside = bool(name) and not path.is_absolute() and ".." not in path.parts and str(path) == name
+    # Control characters would reach a terminal with the next message; no file of a model has one.
+    if not inside or not name.isprintable() or path.parts[0].startswith(OURS):
         raise ConfigError(source, [f"files: found the path {name!r}, expected one inside the snapshot"])
     return name

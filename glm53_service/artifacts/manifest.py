@@ -84,6 +84,8 @@ def read_manifest(folder: Path, name: str = NAME) -> Manifest | None:
     """Return the manifest in `folder`, None when there is none; errors as decode_manifest."""
     path = folder / name
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for without end
+            raise ArtifactError(f"{path} is no file", hint="move it away")
         data = path.read_bytes()
     except FileNotFoundError:
         return None

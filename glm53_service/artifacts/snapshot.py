@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ HEADER_LIMIT = 100 << 20
 
 class Kind(StrEnum):
     """What may be wrong with a file. SHORT is an unfinished copy; OUTSIDE a link that a container cannot
-    follow.
+    follow; NO_FILE a folder, pipe, socket or device.
     """
 
     MISSING = "missing"
@@ -31,6 +32,7 @@ class Kind(StrEnum):
     CHANGED = "changed"
     UNREADABLE = "unreadable"
     OUTSIDE = "outside"
+    NO_FILE = "no file"
     EXTRA = "extra"
 
 
@@ -54,27 +56,43 @@ def check_entry(layout: Layout, entry: Entry) -> Problem | None:
     """Return what a look at the file's name, links and size shows; nothing of it is read."""
     path = layout.folder / entry.path
     try:
-        size = path.stat().st_size
+        status = path.stat()
     except FileNotFoundError:
+        if problem := _outside(layout, entry, path.parent):
+            return problem
         if path.is_symlink():
             target = path.readlink()
             return _problem(entry, Kind.DANGLING, f"a link to {target}, which is not there")
         return _problem(entry, Kind.MISSING, "not there")
     except OSError as error:
         return _problem(entry, Kind.UNREADABLE, f"cannot be looked at: {error.strerror}")
-    if size != entry.size:
-        kind = Kind.SHORT if size < entry.size else Kind.SIZE
-        return _problem(entry, kind, f"{size} bytes, expected {entry.size}")
+    if not stat.S_ISREG(status.st_mode):
+        return _problem(entry, Kind.NO_FILE, f"is {_what(status.st_mode)}, expected a file: move it away")
+    if status.st_size != entry.size:
+        kind = Kind.SHORT if status.st_size < entry.size else Kind.SIZE
+        text = f"{status.st_size} bytes, expected {entry.size}"
+        return _outside(layout, entry, path.parent) or _problem(entry, kind, text)
     if not os.access(path, os.R_OK):
         return _problem(entry, Kind.UNREADABLE, f"cannot be read by this account ({_owner(path)})")
+    return _outside(layout, entry, path)
+
+
+def _outside(layout: Layout, entry: Entry, path: Path) -> Problem | None:
+    """Return a problem when `path` leads out of what a container sees; nothing is written there either."""
     real = path.resolve()
-    if not real.is_relative_to(layout.root.resolve()):
-        return _problem(
-            entry,
-            Kind.OUTSIDE,
-            f"leads to {real}, outside {layout.root}: a container that mounts that folder cannot follow it",
-        )
-    return None
+    if real.is_relative_to(layout.root.resolve()):
+        return None
+    return _problem(
+        entry,
+        Kind.OUTSIDE,
+        f"leads to {real}, outside {layout.root}: a container that mounts that folder cannot follow it",
+    )
+
+
+def _what(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    return "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
 
 
 def quick_check(layout: Layout, manifest: Manifest) -> list[Problem]:
@@ -173,6 +191,8 @@ def own_word(layout: Layout) -> list[Problem]:
 
 def _own_file(layout: Layout, name: str) -> Problem | None:
     path, size = layout.folder / name, 1
+    if path.exists() and not path.is_file():
+        return check_entry(layout, Entry(path=name, size=size))
     try:
         size = _declared_size(path) if path.suffix == ".safetensors" else max(path.stat().st_size, 1)
     except OSError:
