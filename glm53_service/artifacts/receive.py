@@ -14,20 +14,32 @@ import hmac
 import json
 import mmap
 import os
+import queue
 import secrets
 import socket
+import stat
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 BLOCK = 4 << 20
 NAME = ".glm53-manifest.json"
 UNFINISHED = ".glm53-manifest.unfinished.json"
 ALIGNED = 4096
+OURS = ".glm53-"
 IDLE_SECONDS = 120.0
 """A connection that says nothing for so long is dead."""
+
+SILENCE_SECONDS = 60.0
+"""So is a sender that says nothing on stdin: a host that lost its power closes nothing."""
+
+LONGEST_HEAD = 64 << 10
+"""Bytes in which a sender names a file."""
+
+LONGEST_NAME_BYTES = 200
+"""Of a file's own name in that of its unfinished file: a file system takes 255 in all."""
 
 
 class Fault(Exception):
@@ -59,7 +71,12 @@ class Receiver:
         self.times: dict[str, int] = order["times"]
         self.spare = int(order["spare"])
         self.full = bool(order["full"])
+        for name in (*self.files, *self.times):
+            _inside(name)
         self.lock = threading.Lock()
+        self.taking: dict[str, tuple[threading.Lock, list[socket.socket]]] = {
+            path: (threading.Lock(), []) for path in self.files
+        }
         self.proven: set[str] = set()
 
     # What is there
@@ -91,10 +108,15 @@ class Receiver:
         except BlockingIOError:
             raise Fault(f"{self.folder} is being filled by another run", "wait until it ends", 75) from None
         if not os.access(self.folder, os.W_OK | os.X_OK):
+            if os.statvfs(self.folder).f_flag & os.ST_RDONLY:
+                raise Fault(
+                    f"{self.folder} is on a filesystem that is mounted read-only", "mount it writable"
+                )
             raise Fault(
                 f"{self.folder} cannot be written by {_me()}", f"there: sudo chown -R {_me()}: {self.folder}"
             )
         self._extra()
+        self._no_files()
         known = {} if self.full else self._known()
         with ThreadPoolExecutor(4) as pool:
             there = pool.map(lambda entry: self._there(entry, known), self.files.values())
@@ -119,6 +141,21 @@ class Receiver:
                     "move it away there; nothing here removes weights",
                 )
 
+    def _no_files(self) -> None:
+        """Refuse what nothing here replaces: a folder or a pipe as a file, a link that leads out."""
+        root = self.folder.resolve()
+        for path in self.files:
+            target = self.folder / path
+            if not target.parent.resolve().is_relative_to(root):
+                raise Fault(
+                    f"{target.parent} leads to {target.parent.resolve()}, outside {self.folder}",
+                    "move that link away there",
+                )
+            with contextlib.suppress(OSError):
+                mode = target.lstat().st_mode
+                if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+                    raise Fault(f"{target} is no file", "move it away there")
+
     def _known(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
         for name in (NAME, UNFINISHED):
@@ -130,26 +167,36 @@ class Receiver:
         path = str(entry["path"])
         target = self.folder / path
         try:
-            if target.stat().st_size != entry["size"]:
+            status = target.stat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size != entry["size"]:
                 return False
             before = known.get(path, {})
-            small = entry["size"] <= 64 << 20 and not path.endswith(".safetensors")
+            small = self._small(path)
             if before.get("sha256") == entry["sha256"] and before.get("size") == entry["size"] and not small:
                 return True
-            answer({"event": "checking", "path": path, "size": entry["size"]})
+            if not small:
+                answer({"event": "checking", "path": path, "size": entry["size"]})
             return bool(_sha256(target).hexdigest() == entry["sha256"])
         except OSError:
             return False
 
+    def _small(self, path: str) -> bool:
+        """Return whether the file is hashed each time, so that nothing need be written down of it."""
+        return bool(self.files[path]["size"] <= 64 << 20) and not path.endswith(".safetensors")
+
     def part(self, path: str) -> Path:
         """Return where an unfinished file grows; its name is of its content."""
-        target = self.folder / path
-        return target.with_name(f".{target.name}.{self.files[path]['sha256'][:16]}.incomplete")
+        target, name = self.folder / path, Path(path).name
+        if len(name.encode()) > LONGEST_NAME_BYTES:
+            name = hashlib.sha256(name.encode()).hexdigest()[:32]
+        return target.with_name(f".{name}.{self.files[path]['sha256'][:16]}.incomplete")
 
     def _part_size(self, path: str) -> int:
-        part = self.part(path)
+        part, whole = self.part(path), int(self.files[path]["size"])
         size = part.stat().st_size if part.exists() else 0
-        return size - size % ALIGNED if size <= self.files[path]["size"] else 0
+        if whole < size < whole + ALIGNED:  # killed between the last page and its cut
+            size = whole
+        return size - size % ALIGNED if size <= whole else 0
 
     # What comes
 
@@ -160,20 +207,46 @@ class Receiver:
         connection.sendall(nonce)
         proof = hmac.new(self.secret, nonce, hashlib.sha256).digest()
         if not hmac.compare_digest(_exactly(connection, 32), proof):
-            connection.close()
             return
         connection.sendall(b"+")
         buffer = Buffer()
-        with contextlib.closing(connection):
-            while (length := int.from_bytes(_exactly(connection, 4), "big")) != 0:
-                head = json.loads(_exactly(connection, length))
-                self._take(connection, buffer, str(head["path"]), int(head["offset"]))
+        while (length := int.from_bytes(_exactly(connection, 4), "big")) != 0:
+            if length > LONGEST_HEAD:
+                raise ValueError(f"{length} bytes to name a file")
+            head = json.loads(_exactly(connection, length))
+            right = self._alone(connection, buffer, str(head["path"]), int(head["offset"]))
+            # The sender keeps the file in hand until it knows.
+            connection.sendall(b"+" if right else b"-")
 
-    def _take(self, connection: socket.socket, buffer: Buffer, path: str, offset: int) -> None:
+    def _alone(self, connection: socket.socket, buffer: Buffer, path: str, offset: int) -> bool:
+        """Take one file while nobody else does. Who still waits for it on a connection that broke, ends."""
+        lock, before = self.taking[path]
+        for old in [*before]:
+            with contextlib.suppress(OSError):
+                old.shutdown(socket.SHUT_RDWR)
+        with lock:
+            before.append(connection)
+            try:
+                return self._take(connection, buffer, path, offset)
+            except OSError as error:
+                if error.errno not in (28, 122):
+                    raise
+                have = self._part_size(path)
+                missing = (self.files[path]["size"] - have) / 1e9
+                raise Fault(
+                    f"{self.folder}: the disk is full; {missing:.3f} GB of {path} are missing",
+                    "make room there and run it again; it goes on where it stopped",
+                ) from None
+            finally:
+                before.remove(connection)
+
+    def _take(self, connection: socket.socket, buffer: Buffer, path: str, offset: int) -> bool:
         entry, part = self.files[path], self.part(path)
         part.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _open(part)
         try:
+            if not 0 <= offset <= os.fstat(descriptor).st_size:
+                raise ValueError(f"{path} from {offset}")
             os.ftruncate(descriptor, offset)
             digest = _sha256(part) if offset else hashlib.sha256()
             while offset < entry["size"]:
@@ -188,16 +261,18 @@ class Receiver:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
-        right = digest.hexdigest() == entry["sha256"]
+        right = bool(digest.hexdigest() == entry["sha256"])
         if right:
             part.chmod(0o644)
             part.replace(self.folder / path)
             with self.lock:
                 self.proven.add(path)
-                self.record(UNFINISHED)
+                if not self._small(path):
+                    self.record(UNFINISHED)
         else:
             part.unlink()
         answer({"event": "file", "path": path, "right": right})
+        return right
 
     def record(self, name: str) -> None:
         """Write down which files are proven so far."""
@@ -206,11 +281,15 @@ class Receiver:
 
     def _write(self, name: str, text: str) -> None:
         temporary = self.folder / f"{name}.tmp"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.folder / name)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.folder / name)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         os.fsync(self.held)
 
     def end(self) -> None:
@@ -220,7 +299,8 @@ class Receiver:
             raise Fault(f"{self.folder} still lacks {', '.join(missing[:3])}", "run it again")
         # The head's own text and times: who compares the nodes by size and time finds them equal.
         self._write(NAME, self.text)
-        (self.folder / UNFINISHED).unlink(missing_ok=True)
+        for name in (UNFINISHED, f"{UNFINISHED}.tmp"):
+            (self.folder / name).unlink(missing_ok=True)
         for path, time in self.times.items():
             with contextlib.suppress(PermissionError):
                 os.utime(self.folder / path, ns=(time, time))
@@ -234,6 +314,14 @@ def answer(data: dict[str, Any]) -> None:
 
 
 ANSWERS = threading.Lock()
+
+
+def _inside(name: str) -> None:
+    """Raise Fault for a path that is not one inside the folder: no sender writes elsewhere."""
+    path = PurePosixPath(name)
+    inside = bool(name) and not path.is_absolute() and ".." not in path.parts and str(path) == name
+    if not inside or not name.isprintable() or (path.parts[0].startswith(OURS) and name != NAME):
+        raise Fault(f"the sender names {name!r}, which is no path inside the folder")
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -252,6 +340,8 @@ def _fill(connection: socket.socket, view: memoryview) -> None:
 
 def _open(path: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    if path.exists() and not path.is_file():
+        raise Fault(f"{path} is no file", "move it away there")
     try:
         return os.open(path, flags | os.O_DIRECT, 0o644)
     except OSError as error:
@@ -297,12 +387,46 @@ def _guarded(receiver: Receiver, connection: socket.socket) -> None:
         receiver.serve(connection)
     except (ConnectionError, TimeoutError) as error:
         answer({"event": "lost", "text": str(error)})
+    except Fault as fault:
+        answer(fault.data)
     except OSError as error:
-        full = error.errno in (28, 122)
-        text = "the disk is full" if full else str(error)
-        answer(Fault(f"{receiver.folder}: {text}", "make room there and run it again" if full else "").data)
-    except (KeyError, ValueError) as error:
+        answer(_in_words(error, receiver.folder).data)
+    except (KeyError, TypeError, ValueError) as error:
         answer(Fault(f"the sender said what cannot be: {error!r}").data)
+    finally:
+        connection.close()  # after the answer: the sender is to hear why
+
+
+def _in_words(error: OSError, folder: Path) -> Fault:
+    if error.errno in (28, 122):
+        return Fault(f"{folder}: the disk is full", "make room there and run it again")
+    return Fault(f"{error.filename or folder}: {error.strerror or error}")
+
+
+class Orders:
+    """The sender's lines on stdin. This process ends with the sender, whatever it does at that moment."""
+
+    def __init__(self) -> None:
+        self._lines: queue.Queue[bytes] = queue.Queue()
+        self._heard = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def next(self) -> dict[str, Any]:
+        """Return the next order."""
+        return dict(json.loads(self._lines.get()))
+
+    def _read(self) -> None:
+        for line in sys.stdin.buffer:
+            self._heard.set()
+            if line.strip():  # an empty one says: still here
+                self._lines.put(line)
+        os._exit(1)
+
+    def _watch(self) -> None:
+        while self._heard.wait(SILENCE_SECONDS):
+            self._heard.clear()
+        os._exit(1)
 
 
 def _listen(receiver: Receiver) -> list[list[Any]]:
@@ -332,9 +456,11 @@ def _listen(receiver: Receiver) -> list[list[Any]]:
 def main() -> int:
     """Take orders from stdin until it ends."""
     os.umask(0o022)
-    orders = sys.stdin.buffer
+    orders = Orders()
+    folder = Path("/")
     try:
-        order = json.loads(orders.readline())
+        order = orders.next()
+        folder = Path(order["folder"])
         receiver = Receiver(order)
         if order["look"]:
             answer(receiver.look())
@@ -342,12 +468,15 @@ def main() -> int:
         wanted = receiver.prepare()
         places = _listen(receiver) if wanted else []
         answer({"event": "wanted", "files": wanted, "places": places})
-        if json.loads(orders.readline() or b"{}").get("event") != "end":
+        if orders.next().get("event") != "end":
             return 1
         receiver.end()
         answer({"event": "done", "peak_kib": _peak_kib()})
     except Fault as fault:
         answer(fault.data)
+        return 1
+    except OSError as error:
+        answer(_in_words(error, folder).data)
         return 1
     return 0
 

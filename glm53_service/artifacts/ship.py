@@ -16,6 +16,7 @@ import queue
 import secrets
 import shlex
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -38,6 +39,15 @@ CHUNK = 8 << 20
 """Bytes a sendfile(2): the rate limit and the page cache are looked after this often."""
 
 CONNECT_SECONDS = 10.0
+REASON_SECONDS = 5.0
+"""How long the worker's own word on a broken stream, which comes by ssh, is waited for."""
+
+STILL_HERE_SECONDS = 10.0
+"""How often the worker is told that this end lives: it ends after a minute without."""
+
+IDLE_SECONDS = 120
+"""A connection over which nothing goes for so long is dead (a rail that was pulled says nothing)."""
+
 SENDS = 3
 """How often one file is sent when what arrives is wrong."""
 
@@ -190,16 +200,24 @@ class Shipment:
         assert process.stdin is not None
         stdin = process.stdin
 
+        lock, over = threading.Lock(), threading.Event()
+
         def orders(data: bytes) -> None:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError, ValueError), lock:
                 stdin.write(data)
                 stdin.flush()
 
+        def live() -> None:
+            while not over.wait(STILL_HERE_SECONDS):
+                orders(b"\n")
+
         threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+        threading.Thread(target=live, daemon=True).start()
         try:
             orders(b"%d\n" % len(program) + program + json.dumps(order).encode() + b"\n")
             yield orders
         finally:
+            over.set()
             with contextlib.suppress(BrokenPipeError):
                 stdin.close()
             try:
@@ -279,15 +297,17 @@ class Shipment:
         lost = 0
         while open_files:
             answer = self._next("file", "lost", "failed")
-            if answer["event"] == "file" and answer["right"]:
+            if answer["event"] == "file" and answer["right"] and answer["path"] in open_files:
                 open_files.discard(answer["path"])
                 progress.file_done()
-            elif answer["event"] == "file":
+            elif answer["event"] == "file" and not answer["right"]:
                 self._again(str(answer["path"]), progress)
             elif answer["event"] == "failed":
                 lost += 1
                 progress.say(f"{self._target.node}: a stream ended: {answer['text']}")
                 if lost >= streams:
+                    with contextlib.suppress(queue.Empty):
+                        self._next(timeout=REASON_SECONDS)
                     raise UnavailableError(
                         f"{self._target.node}: no stream is left: {answer['text']}",
                         hint="the cable, the other machine; run it again, it goes on where it stopped",
@@ -329,6 +349,8 @@ class Shipment:
                 error = failed
                 continue
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", IDLE_SECONDS, 0))
             nonce = connection.recv(32, socket.MSG_WAITALL)
             connection.sendall(hmac.new(self._secret, nonce, hashlib.sha256).digest())
             if connection.recv(1) == b"+":
@@ -354,6 +376,9 @@ class Shipment:
                     os.posix_fadvise(source, offset, sent, os.POSIX_FADV_DONTNEED)
                     offset += sent
                     progress.count(sent)
+                # In hand until the other end has it: what goes into a connection that breaks is lost.
+                if connection.recv(1) not in (b"+", b"-"):
+                    raise ConnectionError("the worker closed the connection")
             except OSError:
                 progress.count(first - offset)
                 raise

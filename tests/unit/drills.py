@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -38,10 +39,10 @@ def _cut(event, args, left=[CUT]):
     if event in {CHANGES!r} or (event == "open" and (args[2] or 0) & {WRITING}):
         left[0] -= 1
         if not left[0]:
-            os.kill(os.getpid(), 9)
+            os.kill(os.VICTIM(), 9)
 sys.addaudithook(_cut)
 """
-"""The same for a Python that is started with `-c`: CUT is the step before which it dies."""
+"""The same for a Python started with `-c`: before its step CUT it kills os.VICTIM (getpid, getppid)."""
 
 CLONE_NEWNS, MS_REC, MS_PRIVATE, MS_RDONLY, MS_REMOUNT, MS_BIND = 0x20000, 0x4000, 0x40000, 1, 32, 4096
 
@@ -88,6 +89,11 @@ def _die_before(cut: int) -> None:
     sys.addaudithook(hook)
 
 
+def cutter(cut: int, victim: str) -> str:
+    """Return the lines that kill `victim` before step number `cut`."""
+    return CUTTER.replace("CUT]", f"{cut}]").replace("VICTIM", victim)
+
+
 def is_free(folder: Path) -> bool:
     """Return whether nobody holds the folder."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -98,6 +104,14 @@ def is_free(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+def await_free(folder: Path) -> None:
+    """Return once nobody holds the folder; a failure after 20 s."""
+    end = time.monotonic() + 20
+    while not is_free(folder):
+        assert time.monotonic() < end, f"{folder} is still held"
+        time.sleep(0.005)
 
 
 def apart(action: Callable[[], None]) -> None:
