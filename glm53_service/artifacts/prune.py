@@ -8,6 +8,8 @@ snapshots with our manifest beside the one that is served, caches that the ranks
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,9 @@ from glm53_service.artifacts.kernels import FOLDER, old_caches
 from glm53_service.artifacts.layout import Layout
 from glm53_service.artifacts.manifest import read_manifest
 from glm53_service.errors import ArtifactError
+
+GOING = ".glm53-going-"
+"""What a folder is called from the moment on at which it is being removed."""
 
 QUIET_SECONDS = 86400.0
 """What was written within so many seconds may be part of a download that runs."""
@@ -52,9 +57,15 @@ class Item:
 def old(items: Iterable[Item], current: str) -> list[Item]:
     """Return what may go: all but the current one and, of the others, the one that was used last.
 
-    That one is what a rollback needs.
+    That one is what a rollback needs. What an earlier prune had begun to remove is none: it goes.
     """
-    return sorted((item for item in items if item.name != current), key=lambda item: item.used)[:-1]
+    others = sorted((item for item in items if item.name != current), key=lambda item: item.used)
+    whole = [item for item in others if not _is_going(item)]
+    return [item for item in others if _is_going(item) or item in whole[:-1]]
+
+
+def _is_going(item: Item) -> bool:
+    return Path(item.name).name.startswith(GOING)
 
 
 # Images
@@ -107,14 +118,16 @@ def snapshots(layout: Layout) -> list[Item]:
     if layout.hub is not None:
         folders = sorted((layout.storage / "snapshots").glob("*"))
     else:
-        mine = _repository_of(layout.folder)
-        folders = [f for f in sorted(layout.folder.parent.glob("*")) if mine and _repository_of(f) == mine]
+        mine, beside = _repository_of(layout.folder), sorted(layout.folder.parent.glob("*"))
+        folders = [f for f in beside if f.name.startswith(GOING) or (mine and _repository_of(f) == mine)]
     return [_item(Kind.SNAPSHOT, folder) for folder in folders if folder.is_dir() and not folder.is_symlink()]
 
 
 def blobs(layout: Layout, going: Iterable[str], now: float) -> list[Item]:
-    """Return a cache's blobs that no snapshot leads to once `going` are gone."""
-    if layout.hub is None:
+    """Return a cache's blobs that no snapshot leads to once `going` are gone; none while one is filled:
+    its links come last.
+    """
+    if layout.hub is None or any(map(in_use, (layout.storage / "snapshots").glob("*"))):
         return []
     gone = set(going)
     used = {
@@ -136,12 +149,29 @@ def unfinished(layout: Layout, now: float) -> list[Item]:
     """Return what downloads and copies that ended early have left; a run that goes on needs them no more
     after a day.
     """
-    folder = layout.storage / "blobs" if layout.hub is not None else layout.folder
+    found = [] if in_use(layout.folder) else sorted(layout.folder.rglob(".*.incomplete"))
+    if layout.hub is not None:
+        found += sorted((layout.storage / "blobs").glob("*.incomplete"))
     return [
         item
-        for path in sorted(folder.rglob("*.incomplete"))
-        if (item := _item(Kind.UNFINISHED, path)).used < now - QUIET_SECONDS
+        for path in found
+        if not in_use(path) and (item := _item(Kind.UNFINISHED, path)).used < now - QUIET_SECONDS
     ]
+
+
+def in_use(path: Path) -> bool:
+    """Return whether a run fills this folder, or writes this file: clocks jump, a lock does not."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def caches(state: Path) -> list[Item]:
@@ -169,13 +199,23 @@ def _item(kind: Kind, path: Path) -> Item:
 
 
 def remove_files(item: Item) -> None:
-    """Remove one thing that is a file or a folder; ArtifactError when it stays."""
+    """Remove one thing that is a file or a folder; ArtifactError when it stays.
+
+    A folder gets another name first: half of one is never taken for the snapshot to go back to.
+    """
     path = Path(item.name)
+    if in_use(path):
+        raise ArtifactError(f"{path} is being filled by another run", hint="wait until it ends")
     try:
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            going = path if _is_going(item) else path.with_name(f"{GOING}{path.name}")
+            if going != path:
+                path.rename(going)
+            shutil.rmtree(going)
         else:
             path.unlink(missing_ok=True)
+    except FileNotFoundError:
+        return  # another prune was faster
     except OSError as error:
         raise ArtifactError(
             f"{path} cannot be removed: {error.strerror}", hint="as root: sudo glm53 prune --yes"
