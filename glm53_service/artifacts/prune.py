@@ -176,8 +176,10 @@ def in_use(path: Path) -> bool:
 
 def caches(state: Path) -> list[Item]:
     """Return the folders of compiled kernels that may go. One in use is of the latest, so it stays."""
-    folders = {path.name: _item(Kind.CACHE, path) for path in (state / FOLDER).glob("*") if path.is_dir()}
-    return [folders[name] for name in old_caches({name: item.used for name, item in folders.items()})]
+    found = [_item(Kind.CACHE, path) for path in sorted((state / FOLDER).glob("*")) if path.is_dir()]
+    going = [item for item in found if _is_going(item)]
+    whole = {Path(item.name).name: item for item in found if item not in going}
+    return going + [whole[name] for name in old_caches({name: item.used for name, item in whole.items()})]
 
 
 def _repository_of(folder: Path) -> str:

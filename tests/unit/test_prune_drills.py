@@ -12,7 +12,7 @@ import pytest
 from glm53_service.artifacts.disk import held
 from glm53_service.artifacts.layout import layout_of
 from glm53_service.artifacts.manifest import Manifest, write_manifest
-from glm53_service.artifacts.prune import GOING, Kind, file_items, remove_files
+from glm53_service.artifacts.prune import GOING, Kind, caches, file_items, remove_files
 from glm53_service.errors import ArtifactError
 from tests.unit.drills import apart, as_root, killed, read_only
 from tests.unit.hub_server import COMMIT
@@ -54,6 +54,12 @@ def prune(current: Path) -> None:
         remove_files(item)
 
 
+def forget(state: Path) -> None:
+    """Remove the compiled kernels that are listed."""
+    for item in caches(state):
+        remove_files(item)
+
+
 @pytest.mark.parametrize("kind", ["flat", "cache"])
 def test_killed_at_any_step_the_release_to_go_back_to_stays(tmp_path: Path, kind: str) -> None:
     """Prevents the loss of the good snapshot: half of an old one was written last, so it was taken for the
@@ -70,6 +76,21 @@ def test_killed_at_any_step_the_release_to_go_back_to_stays(tmp_path: Path, kind
         if not died:
             break
     assert cut > 8
+
+
+def test_killed_at_any_step_no_compiled_kernels_are_lost(tmp_path: Path) -> None:
+    """Prevents an hour of compiling: half of an old folder, just written to, in the place of a good one."""
+    names = ("a-1", "a-2", "b-1", "a-0", "b-0")
+    for cut in range(1, 100):
+        state = tmp_path / str(cut)
+        for days, name in enumerate(names):
+            aged(flat(state / "cache" / name, {"x/k1": b"1", "x/k2": b"2", "k3": b"3"}), 10 + days)
+        died = killed(cut, lambda: forget(state))  # noqa: B023
+        forget(state)
+        assert {path.name for path in (state / "cache").iterdir()} == {"a-1", "a-2", "b-1"}
+        if not died:
+            break
+    assert cut > 5
 
 
 def test_two_at_once_and_one_beside_a_run_are_apart(tmp_path: Path) -> None:
