@@ -124,9 +124,16 @@ def check_content(
 
 
 def full_check(
-    layout: Layout, manifest: Manifest, count: Callable[[int], None], *, threads: int
+    layout: Layout,
+    manifest: Manifest,
+    count: Callable[[int], None],
+    *,
+    threads: int,
+    done: Callable[[], None] = lambda: None,
 ) -> list[Problem]:
-    """Return what is wrong after every byte was read; `count` gets bytes, from several threads."""
+    """Return what is wrong after every byte was read; `count` gets bytes, from several threads, and `done` is
+    called for each large file.
+    """
     found = quick_check(layout, manifest)
     wrong = {problem.path for problem in found}
     entries = {
@@ -134,6 +141,7 @@ def full_check(
     }
     for path, result in hash_files(entries, count, threads=threads):
         entry = entries[path]
+        done()
         if isinstance(result, OSError):
             found.append(_problem(entry, Kind.UNREADABLE, f"cannot be read: {result.strerror}"))
         elif problem := _compare(entry, result):

@@ -51,14 +51,11 @@ def verify(
                 Problem(path=str(layout.folder), kind=Kind.MISSING, text="no manifest, so no hash to compare")
             ]
     elif full:
+        large = [entry.size for entry in manifest.files if not entry.small]
         progress = Progress(
-            f"hashing {layout.folder.name}",
-            len(manifest.files),
-            sum(entry.size for entry in manifest.files if not entry.small),
-            clock=clock,
-            as_json=as_json,
+            f"hashing {layout.folder.name}", len(large), sum(large), clock=clock, as_json=as_json
         )
-        problems = full_check(layout, manifest, progress.count, threads=threads)
+        problems = full_check(layout, manifest, progress.count, threads=threads, done=progress.file_done)
         progress.end()
     else:
         problems = quick_check(layout, manifest)

@@ -152,7 +152,7 @@ def test_a_snapshot_without_manifest_is_judged_by_its_headers(tmp_path: Path) ->
     assert {p.path for p in own_word(layout_of(folder))} == {SHARD, "config.json"}
 
 
-def test_verify_says_what_it_could_compare(tmp_path: Path) -> None:
+def test_verify_says_what_it_could_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Prevents a full check that compared nothing from being called right."""
     folder = flat(tmp_path / "m", FILES)
     layout = layout_of(folder)
@@ -162,6 +162,7 @@ def test_verify_says_what_it_could_compare(tmp_path: Path) -> None:
     ]
     write_manifest(folder, manifest_of(FILES))
     assert verify(layout, full=True).right
+    assert "3 of 3 files" in capsys.readouterr().err, "it read '0 of 7 files' once all were hashed"
     (folder / SHARD).write_bytes(bytes(len(FILES[SHARD])))
     assert (verify(layout, full=False).right, verify(layout, full=True).right) == (True, False)
 
