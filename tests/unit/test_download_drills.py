@@ -375,6 +375,32 @@ def test_a_folder_that_is_a_link_to_nowhere_is_named(site: Site, tmp_path: Path)
         site.get(tmp_path / "m")
 
 
+@as_root
+def test_what_another_account_has_closed_is_named(site: Site, tmp_path: Path) -> None:
+    """Prevents a traceback, or "complete", for files and folders that this account may not look into."""
+    folder = tmp_path / "m"
+    site.get(folder)
+    (folder / SHARD_TWO).chmod(0o600)
+    flat(tmp_path / "closed", {"m/config.json": b"{}"})
+    (tmp_path / "closed").chmod(0o700)
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)
+    site.hub.asked.clear()
+
+    def drill() -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        (problem,) = verify(layout_of(folder), full=True).problems
+        assert "cannot be read by this account (owner 0:0, mode 600)" in str(problem)
+        with pytest.raises(ArtifactError, match=rf"closed/m/{NAME} cannot be read: Permission denied"):
+            site.get(tmp_path / "closed/m")
+        with pytest.raises(ArtifactError, match=r"belongs to root, mode 755: nobody cannot write there"):
+            site.get(folder)
+
+    apart(drill)
+    assert site.hub.asked == []
+
+
 # Names
 
 
