@@ -71,7 +71,7 @@ class Receiver:
         self.times: dict[str, int] = order["times"]
         self.spare = int(order["spare"])
         self.full = bool(order["full"])
-        for name in (*self.files, *self.times):
+        for name in (*self.files, *(name for name in self.times if name != NAME)):
             _inside(name)
         self.lock = threading.Lock()
         self.taking: dict[str, tuple[threading.Lock, list[socket.socket]]] = {
@@ -320,7 +320,7 @@ def _inside(name: str) -> None:
     """Raise Fault for a path that is not one inside the folder: no sender writes elsewhere."""
     path = PurePosixPath(name)
     inside = bool(name) and not path.is_absolute() and ".." not in path.parts and str(path) == name
-    if not inside or not name.isprintable() or (path.parts[0].startswith(OURS) and name != NAME):
+    if not inside or not name.isprintable() or path.parts[0].startswith(OURS):
         raise Fault(f"the sender names {name!r}, which is no path inside the folder")
 
 

@@ -300,8 +300,6 @@ class Shipment:
             if answer["event"] == "file" and answer["right"] and answer["path"] in open_files:
                 open_files.discard(answer["path"])
                 progress.file_done()
-            elif answer["event"] == "file" and not answer["right"]:
-                self._again(str(answer["path"]), progress)
             elif answer["event"] == "failed":
                 lost += 1
                 progress.say(f"{self._target.node}: a stream ended: {answer['text']}")
@@ -316,10 +314,10 @@ class Shipment:
     def _again(self, path: str, progress: Progress) -> None:
         self._sent[path] = self._sent.get(path, 1) + 1
         if self._sent[path] > SENDS:
-            raise ArtifactError(
-                f"{path}: what arrives is not what the manifest says, {SENDS} times",
-                hint="`glm53 verify --full` here says whether this head's own file is right",
-            )
+            text = f"{path}: what arrives is not what the manifest says, {SENDS} times"
+            hint = "`glm53 verify --full` here says whether this head's own file is right"
+            self._answers.put({"event": "error", "text": text, "hint": hint})
+            return
         progress.say(f"{path}: arrived wrong; sent again")
         progress.count(-self._entries[path].size)
         self._work.put((path, 0))
@@ -330,8 +328,10 @@ class Shipment:
         try:
             with self._connect(number, places) as connection:
                 while (item := self._work.get()) is not None:
-                    self._send(connection, *item, progress)
-                    item = None
+                    right = self._send(connection, *item, progress)
+                    path, item = item[0], None
+                    if not right:
+                        self._again(path, progress)
                 connection.sendall(bytes(4))
         except (OSError, Glm53Error) as error:
             if item is not None:
@@ -359,7 +359,8 @@ class Shipment:
             connection.close()
         raise error or BusyError("somebody else answers at the receiver's port")
 
-    def _send(self, connection: socket.socket, path: str, offset: int, progress: Progress) -> None:
+    def _send(self, connection: socket.socket, path: str, offset: int, progress: Progress) -> bool:
+        """Send one file; return whether the worker has it and its hash is right."""
         entry = self._entries[path]
         head = json.dumps({"path": path, "offset": offset}).encode()
         connection.sendall(len(head).to_bytes(4, "big") + head)
@@ -377,8 +378,10 @@ class Shipment:
                     offset += sent
                     progress.count(sent)
                 # In hand until the other end has it: what goes into a connection that breaks is lost.
-                if connection.recv(1) not in (b"+", b"-"):
+                said = connection.recv(1)
+                if said not in (b"+", b"-"):
                     raise ConnectionError("the worker closed the connection")
+                return said == b"+"
             except OSError:
                 progress.count(first - offset)
                 raise

@@ -32,7 +32,7 @@ class Kind(StrEnum):
     CHANGED = "changed"
     UNREADABLE = "unreadable"
     OUTSIDE = "outside"
-    NO_FILE = "no file"
+    NO_FILE = "no-file"
     EXTRA = "extra"
 
 

@@ -473,12 +473,15 @@ def test_unusual_names_and_many_small_files_arrive(tmp_path: Path) -> None:
     assert (again.run().files, said) == (0, [])
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "a\nb", "\x1b[2J", "", "a//b", ".glm53-x"])
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/x", "a/../../x", "a\nb", "\x1b[2J", "", "a//b", ".glm53-x", NAME]
+)
 def test_a_hostile_sender_writes_nowhere_else(head: Path, tmp_path: Path, name: str) -> None:
     """Prevents whoever may copy here from writing elsewhere: by a file's name, or by a name in the times."""
     manifest = json.loads((head / NAME).read_text())
     manifest["files"].append({"path": name, "size": 1, "sha256": sha256(b"x")})
-    for order in ({"manifest": manifest}, {"times": {name: 1}}):
+    orders: list[dict[str, Any]] = [{"manifest": manifest}, {"times": {name: 1}}]
+    for order in orders[:1] if name == NAME else orders:
         process = receiver(head, tmp_path / "worker", **order)
         assert process.stdout is not None
         said = json.loads(process.stdout.readline())
