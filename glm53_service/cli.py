@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from glm53_service import __version__
+from glm53_service.artifacts.images.verbs import add_image_verbs
 from glm53_service.artifacts.pair_verbs import add_pair_verbs
 from glm53_service.artifacts.prune_verb import add_prune_verb
 from glm53_service.artifacts.verbs import add_verbs
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         for option in options:
             command.add_argument(option, **OPTIONS[option])
     add_verbs(commands)
+    add_image_verbs(commands)
     add_pair_verbs(commands)
     add_prune_verb(commands)
     add_looking_verbs(commands)

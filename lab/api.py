@@ -28,7 +28,7 @@ OWNER = Path("/run/glm53-lab")
 
 
 # What the cache holds: how the names of its entries begin.
-KINDS = ("host-tree-", "image-base-", "image-tree-", "docker-seed-", "model-", "downloads")
+KINDS = ("host-tree-", "image-base-", "image-tree-", "docker-seed-", "model-", "registry-", "downloads")
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ def held(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BusyError(
-                f"{folder} is being filled by another run{_holder(descriptor)}",
+                f"{folder} is being filled by another run{holder(descriptor)}",
                 hint="wait until it ends; it can be stopped and run again, nothing is lost",
             ) from None
         yield
@@ -116,7 +116,8 @@ def held(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _holder(descriptor: int, locks: Path = Path("/proc/locks")) -> str:
+def holder(descriptor: int, locks: Path = Path("/proc/locks")) -> str:
+    """Return ` (process N)` of whoever holds the lock on this file; empty when the kernel does not tell."""
     inode = os.fstat(descriptor).st_ino
     with contextlib.suppress(OSError):
         for line in locks.read_text(encoding="ascii").splitlines():

@@ -13,6 +13,7 @@ from glm53_service.artifacts.verbs import become, count, result, say, verb
 from glm53_service.errors import ArtifactError, BusyError, UnavailableError, UsageError
 
 if TYPE_CHECKING:
+    from glm53_service.artifacts.images.plan import ImageStep
     from glm53_service.artifacts.manifest import Manifest
     from glm53_service.artifacts.plan import Place, Step
     from glm53_service.artifacts.route import Route
@@ -41,6 +42,7 @@ def add_pair_verbs(commands: argparse._SubParsersAction[Any]) -> None:
     artifacts = commands.add_parser("artifacts", help="what is on disk, for the whole pair")
     inner = artifacts.add_subparsers(required=True, metavar="COMMAND")
     plan = verb(inner, "plan", _plan, "what a download and a copy would move, and how long; changes nothing")
+    plan.add_argument("--offline", action="store_true", help="ask no registry how much the image is")
     _login(plan)
 
 
@@ -189,18 +191,32 @@ def _plan(arguments: argparse.Namespace) -> int:
     from glm53_service.artifacts.plan import plan
     from glm53_service.artifacts.rates import rates_file, read_rates
 
-    node, _, wanted = _head(arguments)
+    node, settings, wanted = _head(arguments)
     become(arguments.user, [want.layout.folder for want in wanted])
     steps: list[Step] = []
     for want in wanted:
         here = _here(want, node.node)
         workers = [_there(arguments, want, here, peer) for peer in node.followers]
         steps += plan(want, here, workers, rates=read_rates(rates_file(Path.home())), spare=SPARE_BYTES)
+    lines: list[Step | ImageStep] = [*steps, *_image_steps(arguments, node, settings.image)]
     if arguments.json:
-        print(json.dumps({"steps": [step.data() for step in steps]}))
+        print(json.dumps({"steps": [line.data() for line in lines]}))
     else:
-        print("\n".join(map(str, steps)))
+        print("\n".join(map(str, lines)))
     return 0
+
+
+def _image_steps(arguments: argparse.Namespace, node: Node, image: str) -> tuple[ImageStep, ...]:
+    from glm53_service.artifacts.images.look import Worker, image_steps
+    from glm53_service.artifacts.rates import rates_file, read_rates
+
+    workers = []
+    for peer in node.followers:
+        launcher = _target(arguments, peer, Path("/")).launcher
+        over = "from the head, " + "; ".join(map(str, _routes(peer)))
+        workers.append(Worker(node=peer.node, ssh=launcher[: launcher.index("--") + 1], over=over))
+    rates = read_rates(rates_file(Path.home()))
+    return image_steps(image, node.node, workers, rates=rates, offline=arguments.offline, note=say)
 
 
 def _here(want: Want, name: str) -> Place:

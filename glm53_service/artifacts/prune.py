@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from glm53_service.artifacts.content import LOCAL_REPOSITORY
+from glm53_service.artifacts.images.reference import familiar
 from glm53_service.artifacts.kernels import FOLDER, old_caches
 from glm53_service.artifacts.layout import Layout
 from glm53_service.artifacts.manifest import read_manifest
@@ -76,7 +77,7 @@ def images(inspected: Sequence[Mapping[str, Any]], reference: str) -> list[Item]
 
     `inspected` is `docker image inspect` of all images. An image that also has a stranger's name is not ours.
     """
-    repositories = {_repository(reference), LOCAL_REPOSITORY}
+    repositories = {_repository(familiar(reference)), LOCAL_REPOSITORY}
     found = []
     for image in inspected:
         names = [*(image.get("RepoTags") or []), *(image.get("RepoDigests") or [])]

@@ -83,13 +83,16 @@ def _items(arguments: argparse.Namespace) -> tuple[list[Item], list[str]]:
 
 def _in_use(inspected: list[dict[str, Any]], reference: str) -> dict[str, Any] | None:
     """Return the image of the settings; on a worker, which has none, that of the rank that runs."""
+    from glm53_service.artifacts.images.reference import familiar
+
     if not reference:
         label = f"label={LABEL}.cluster"
         ranks = _docker("ps", "--quiet", "--no-trunc", "--filter", label).split()
         reference = json.loads(_docker("inspect", ranks[0]))[0]["Image"] if ranks else ""
+    wanted = {reference, familiar(reference)}
     for image in inspected:
         names = [*(image.get("RepoTags") or []), *(image.get("RepoDigests") or []), image["Id"]]
-        if reference in names:
+        if wanted & set(names):
             return image
     return None
 

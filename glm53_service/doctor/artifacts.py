@@ -147,7 +147,7 @@ def check(found: Artifacts) -> Iterator[Finding]:
             "artifacts.architecture",
             f"the image is for {found.architecture}",
             f"{expected}: else 'exec format error'",
-            f"docker pull --platform linux/{expected}, on the head",
+            f"set glm53_image to one for linux/{expected}, and `docker image rm` this one",
         )
     if found.dangling:
         yield error(

@@ -227,6 +227,36 @@ def test_a_local_build_that_is_served_by_its_id_stays(
     assert "sha256:before" in listed
 
 
+@pytest.mark.parametrize(
+    ("written", "known"),
+    [
+        ("ghcr.io/unit-lab/engine:v1", "ghcr.io/unit-lab/engine"),
+        ("docker.io/unit-lab/engine", "unit-lab/engine"),
+        ("unit-lab/engine:v2", "unit-lab/engine"),
+        ("docker.io/library/engine", "engine"),
+    ],
+)
+def test_a_pulled_image_is_known_as_docker_writes_it(
+    site: tuple[list[str], Docker],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    written: str,
+    known: str,
+) -> None:
+    """Prevents a prune that never finds the image in use, since docker writes its name shorter."""
+    argv, docker = site
+    digest = "sha256:" + "5a" * 32
+    docker.images.clear()
+    for number in range(1, 5):
+        at = digest if number == 1 else f"sha256:{number:064}"
+        docker.images[f"sha256:p{number}"] = image(f"p{number}", f"{known}@{at}", day=number)
+    (tmp_path / "etc/settings.yaml").write_text(settings_text(tmp_path / "m", image=f"{written}@{digest}"))
+    assert run(*argv) == 0
+    said = capsys.readouterr()
+    listed = [line.split()[3] for line in said.out.splitlines() if " image " in line]
+    assert (listed, said.err) == (["sha256:p2", "sha256:p3"], "")
+
+
 def test_a_worker_lists_images_only_while_its_rank_says_which_is_in_use(
     site: tuple[list[str], Docker], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

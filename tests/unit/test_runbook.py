@@ -16,6 +16,10 @@ PACKAGE = CHECKOUT / "glm53_service"
 MODULES = (
     *sorted((PACKAGE / "supervisor").glob("*.py")),
     *(PACKAGE / "engines" / name for name in ("health.py", "tensorfold.py", "vllm.py")),
+    *(
+        PACKAGE / "artifacts/images" / f"{name}.py"
+        for name in ("credentials", "pull", "reference", "refusals")
+    ),
     *(PACKAGE / name for name in ("canary.py", "drafter.py", "gpu.py", "recovery.py")),
 )
 
@@ -42,12 +46,22 @@ PARTS = (
     "waiting for ~: ~",
     "~; the largest processes",
     "~, accepted by ",
+    "no space left on device|",
+    "toomanyrequests|",
+    "no matching manifest|",
+    "x509|",
+    "proxyconnect|",
+    "unauthorized|",
+    "manifest.*",
+    "no such host|",
     "2.3 GB more on each node",
     "one request at a time where",
     "2 drafted tokens a step",
     "no drafts: one token",
 )
-"""Sentences there that are a piece of a message, or none that is shown: costs, labels, programs."""
+"""Sentences there that are a piece of a message, or none that is shown: costs, labels, programs, docker's
+words.
+"""
 
 WHO = re.compile(r"^(waiting for [A-Z]: |[A-Z]: |canary: |idle check: |warning: |start \d: )")
 """What the code puts before a message elsewhere."""
