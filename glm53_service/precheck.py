@@ -6,10 +6,12 @@ import os
 
 import msgspec
 
+from glm53_service.artifacts.built import drift
 from glm53_service.artifacts.content import image_content
 from glm53_service.docker import DockerApi
 from glm53_service.engines import engine_for
 from glm53_service.engines.base import LABEL, Launch, Place
+from glm53_service.errors import UnavailableError
 from glm53_service.fabric.probe import probe
 from glm53_service.node import Node
 from glm53_service.settings import Settings
@@ -26,6 +28,12 @@ async def ask_image(node: Node, settings: Settings, docker: DockerApi, world: Wo
     be asked: the rails, whose addresses are among the arguments, are not there yet. Empty: it was.
     """
     inspect = await docker.image(settings.image)
+    labels = (inspect.get("Config") or {}).get("Labels")
+    if settings.image_inputs and (reasons := drift(labels, settings.image_inputs)):
+        raise UnavailableError(
+            f"image {settings.image} was built of something else: {'; '.join(reasons)}",
+            hint="run site.yml: it builds the image anew",
+        )
     lead = node.lead
     fabric = await probe(
         lead.fabric,

@@ -17,6 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from glm53_service.artifacts.built import BUILT_REPOSITORY
 from glm53_service.artifacts.content import LOCAL_REPOSITORY
 from glm53_service.artifacts.images.reference import familiar
 from glm53_service.artifacts.kernels import FOLDER, old_caches
@@ -73,11 +74,11 @@ def _is_going(item: Item) -> bool:
 
 
 def images(inspected: Sequence[Mapping[str, Any]], reference: str) -> list[Item]:
-    """Return the images that are ours: of `reference`'s repository, or under our own tag, and of no other.
+    """Return the images that are ours: of `reference`'s repository, or under our own tags, and of no other.
 
     `inspected` is `docker image inspect` of all images. An image that also has a stranger's name is not ours.
     """
-    repositories = {_repository(familiar(reference)), LOCAL_REPOSITORY}
+    repositories = {_repository(familiar(reference)), LOCAL_REPOSITORY, BUILT_REPOSITORY}
     found = []
     for image in inspected:
         names = [*(image.get("RepoTags") or []), *(image.get("RepoDigests") or [])]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from glm53_service.artifacts.built import drift
 from glm53_service.artifacts.content import LOCAL_REPOSITORY, image_content
 from glm53_service.artifacts.folders import needed_folders
 from glm53_service.artifacts.layout import layout_of
@@ -30,12 +31,14 @@ DANGLING = ("-xtype", "l", "-printf", "%P\n")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifacts:
-    """`image`: the content id of the settings' image, or of the one that came from the head; `weights`: name
-    and size of each file of `model`; `dangling`: links in it that lead nowhere.
+    """`image`: the content id of the settings' image, or of the one that came from the head; `drift`: why it
+    is not the one that the head was to build, None where it was to build none; `weights`: name and size of
+    each file of `model`; `dangling`: links in it that lead nowhere.
     """
 
     reference: str
     image: str
+    drift: tuple[str, ...] | None
     architecture: str
     machine: str
     model: str
@@ -62,7 +65,9 @@ async def read(source: Source) -> Artifacts:
     try:
         settings = read_settings(source.etc)
         reference, folders = settings.image, tuple(folder.path for folder in needed_folders(settings))
+        inputs = settings.image_inputs
     except ConfigError:
+        inputs = {}
         reference, folders = "", source.weights or await _mounted(source)
     model = folders[0] if folders else ""
     inspect = await _image(source, reference)
@@ -71,9 +76,11 @@ async def read(source: Source) -> Artifacts:
     lines = listed.out.splitlines() if listed else ()
     rows = [line.rsplit(" ", 1) for line in lines if not line.startswith(OUR_OWN)]
     machine = await source.run("uname", "-m")
+    labels = (inspect.get("Config") or {}).get("Labels")
     return Artifacts(
         reference=reference or LOCAL_REPOSITORY,
         image=image_content(inspect) if inspect else "",
+        drift=drift(labels, inputs) if inspect and inputs else None,
         architecture=str(inspect.get("Architecture", "")),
         machine=machine.out.strip(),
         model=model,
@@ -140,6 +147,15 @@ def check(found: Artifacts) -> Iterator[Finding]:
         yield info(
             "artifacts.image", f"no image {found.reference} here", "", "run site.yml: it ships the head's"
         )
+    if found.drift:
+        yield error(
+            "artifacts.built",
+            f"{found.reference}: {'; '.join(found.drift)}",
+            "the image that glm53_image_build asks for",
+            "run site.yml: it builds the image anew",
+        )
+    elif found.drift is not None:
+        yield good("artifacts.built", f"{found.reference}: built here of what the settings say")
     known = {"x86_64": "amd64", "aarch64": "arm64"}
     expected = known.get(found.machine, found.machine)
     if found.architecture and expected and found.architecture != expected:

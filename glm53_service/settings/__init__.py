@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from glm53_service.artifacts.built import REFERENCE, built_reference
 from glm53_service.drafter import Choice, DrafterKind, DrafterSettings, Files, Refusal, choose
 from glm53_service.errors import ConfigError
 from glm53_service.settings.common import (
@@ -73,13 +74,17 @@ PINNED = re.compile(r"^(\S+@)?sha256:[0-9a-f]{64}$")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole of settings.yaml. Of `vllm` and `tensorfold` only the chosen engine's part has an effect."""
+    """The whole of settings.yaml. Of `vllm` and `tensorfold` only the chosen engine's part has an effect.
+
+    `image_inputs` is what the head built the image of, from which the image has its name; empty: it did not.
+    """
 
     version: Literal[1]
     cluster: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
     engine: Literal["tensorfold", "vllm"] = "tensorfold"
     device: Literal["cuda", "cpu"] = "cuda"
     image: Annotated[str, Meta(pattern=r"^\S+$")]
+    image_inputs: dict[str, str] = {}
     model: Model
     api: Api = Api()
     gate: Gate = Gate()
@@ -233,6 +238,12 @@ def _image_problems(s: Settings) -> list[str]:
 
     The CPU device is for trying things out, with images that were built a minute ago.
     """
+    if s.image_inputs or REFERENCE.match(s.image):
+        wanted = built_reference(s.image_inputs) if s.image_inputs else "image_inputs that say of what it was"
+        return [
+            f"image: found {s.image!r}; a built image has its name from its inputs, expected {wanted}. Fix:"
+            " glm53_image_build in the inventory (not glm53_image); site.yml then writes both"
+        ] * (s.image != wanted)
     if s.device == "cpu" or PINNED.match(s.image):
         return []
     return [

@@ -194,6 +194,18 @@ def opening_problems(host: str, variables: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def image_problems(variables: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with where the engine's image comes from."""
+    image, build = variables.get("glm53_image"), variables.get("glm53_image_build")
+    if bool(image) != bool(build):
+        return []
+    found = "both are set" if image else "neither is set"
+    return [
+        f"glm53_image, glm53_image_build: {found}; expected one of them. Fix: glm53_image for an image that"
+        " exists, by digest; glm53_image_build for one that the head builds"
+    ]
+
+
 def _management(host: str, variables: Mapping[str, Any]) -> str:
     return str(variables.get("glm53_management_address") or variables.get("ansible_host") or host)
 
@@ -229,6 +241,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             wrong = rail_problems(rails)
             management = {host: _management(host, task_vars["hostvars"][host]) for host in hosts}
             problems += wrong or overlap_problems(rails, management)
+            problems += image_problems(task_vars["hostvars"][hosts[0]])
             problems += [p for host in hosts for p in opening_problems(host, task_vars["hostvars"][host])]
         if problems:
             heading = "The inventory cannot be used yet; nothing was touched."

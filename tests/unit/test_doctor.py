@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from glm53_service import cli
+from glm53_service.artifacts.built import built_labels, built_reference
 from glm53_service.doctor import artifacts, daemons, kernels, memory, ports, service
 from glm53_service.doctor.examination import Examination, compare, examine, exit_code, table
 from glm53_service.doctor.finding import Finding, Level
@@ -23,6 +24,7 @@ from glm53_service.gpu import QUERY
 from tests.unit import trees
 from tests.unit.doctor_trees import (
     CMA,
+    IMAGE,
     MEMINFO,
     MODEL,
     NVIDIA,
@@ -315,6 +317,29 @@ def test_two_healthy_nodes_fit(tmp_path: Path) -> None:
 
 
 HUB = "/srv/hub/models--unit--glm/snapshots/" + "4" * 40
+
+
+def test_an_image_that_was_built_of_something_else(tmp_path: Path) -> None:
+    """Prevents a patch that everybody believes to be in the image that serves."""
+    now = {"base": "sha256:" + "5" * 64, "patches/0003-x.patch": "1"}
+    reference = built_reference(now)
+    more = {"etc/glm53/settings.yaml": json.dumps(
+        {**json.loads(SETTINGS), "image": reference, "image_inputs": now}
+    )}  # fmt: skip
+    inspect = ("docker", "image", "inspect", reference)
+    for folder, was, level, said in (
+        ("same", now, Level.OK, "built here of what the settings say"),
+        ("other", {**now, "patches/0003-x.patch": "0"}, Level.ERROR, "patches: 0003-x.patch changed since"),
+    ):
+        image = {**IMAGE, "Config": {"Labels": built_labels(was)}}
+        spark = healthy(more=more, says={inspect: (0, json.dumps([image]))})
+        found = examined(spark, tmp_path / folder)
+        [finding] = [finding for finding in found.findings if finding.id == "artifacts.built"]
+        assert finding.level is level
+        assert said in finding.measured
+    assert "artifacts.built" not in {f.id for f in examined(healthy(), tmp_path / "none").findings}
+
+
 DRAFT = "/srv/models/draft"
 NO_RANK = {RANKS_ALL: (0, "")}
 

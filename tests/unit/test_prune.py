@@ -59,12 +59,17 @@ def test_the_current_and_the_one_before_stay() -> None:
 
 
 def test_somebody_elses_images_are_never_listed() -> None:
-    """Prevents the loss of an image that the owner built, also one that only shares a name's beginning."""
+    """Prevents the loss of an image that the owner built, also one that only shares a name's beginning, and
+    of the base of those that we built.
+    """
     found = images(
         [
             image("1", f"{OURS}:v1", f"{OURS}@sha256:11"),
             image("2", f"{OURS}@sha256:22"),
             image("3", "glm53/engine:abcdef012345"),
+            image("9", "glm53/built:abcdef012345", "glm53/engine:012345abcdef"),
+            image("b", "glm53/base:abcdef012345"),
+            image("c", "nvcr.io/nvidia/pytorch@sha256:cc", "glm53/base:012345abcdef"),
             image("4", f"{OURS}-other:v1"),
             image("5", f"{OURS}:v2", "owner/mine:keep"),
             image("6"),
@@ -73,7 +78,7 @@ def test_somebody_elses_images_are_never_listed() -> None:
         ],
         f"{OURS}@sha256:22",
     )
-    assert [i.name for i in found] == ["sha256:1", "sha256:2", "sha256:3"]
+    assert [i.name for i in found] == ["sha256:1", "sha256:2", "sha256:3", "sha256:9"]
 
 
 def test_a_caches_other_revisions_and_their_blobs(tmp_path: Path) -> None:
