@@ -195,7 +195,7 @@ def test_a_killed_run_goes_on_where_it_stopped(site: Site, tmp_path: Path) -> No
     small = [name for name in files(site) if not name.endswith(".safetensors")]
     part = folder / f".{SHARD}.{sha256(files(site)[SHARD])[:16]}.incomplete"
     for _ in range(1000):
-        if part.exists() and part.stat().st_size == 1500:
+        if part.exists() and part.stat().st_size == 1500 and all((folder / n).exists() for n in small):
             break
         time.sleep(0.01)
     os.kill(pid, 9)
