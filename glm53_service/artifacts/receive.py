@@ -20,6 +20,7 @@ import socket
 import stat
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,6 +32,9 @@ ALIGNED = 4096
 OURS = ".glm53-"
 IDLE_SECONDS = 120.0
 """A connection that says nothing for so long is dead."""
+
+TICK_BLOCKS = 16
+"""How often a sender hears that a half is being hashed."""
 
 SILENCE_SECONDS = 60.0
 """So is a sender that says nothing on stdin: a host that lost its power closes nothing."""
@@ -210,13 +214,20 @@ class Receiver:
             return
         connection.sendall(b"+")
         buffer = Buffer()
-        while (length := int.from_bytes(_exactly(connection, 4), "big")) != 0:
+        while (length := self._next_length(connection)) != 0:
             if length > LONGEST_HEAD:
                 raise ValueError(f"{length} bytes to name a file")
             head = json.loads(_exactly(connection, length))
             right = self._alone(connection, buffer, str(head["path"]), int(head["offset"]))
             # The sender keeps the file in hand until it knows.
             connection.sendall(b"+" if right else b"-")
+
+    def _next_length(self, connection: socket.socket) -> int:
+        """Return the length of the next head; a stream may have nothing to send while others have."""
+        connection.settimeout(None)
+        length = int.from_bytes(_exactly(connection, 4), "big")
+        connection.settimeout(IDLE_SECONDS)
+        return length
 
     def _alone(self, connection: socket.socket, buffer: Buffer, path: str, offset: int) -> bool:
         """Take one file while nobody else does. Who still waits for it on a connection that broke, ends."""
@@ -248,7 +259,8 @@ class Receiver:
             if not 0 <= offset <= os.fstat(descriptor).st_size:
                 raise ValueError(f"{path} from {offset}")
             os.ftruncate(descriptor, offset)
-            digest = _sha256(part) if offset else hashlib.sha256()
+            digest = _sha256(part, lambda: connection.sendall(b".")) if offset else hashlib.sha256()
+            connection.sendall(b"!")
             while offset < entry["size"]:
                 size = min(BLOCK, entry["size"] - offset)
                 piece = buffer.view[:size]
@@ -357,13 +369,18 @@ def _write(descriptor: int, view: memoryview, size: int, offset: int) -> None:
         done += os.pwrite(descriptor, view[done:end], offset + done)
 
 
-def _sha256(path: Path) -> Any:
+def _sha256(path: Path, tick: Callable[[], object] = lambda: None) -> Any:
+    """Return the digest of a file; `tick` is called now and then."""
     digest = hashlib.sha256()
     buffer = Buffer()
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        blocks = 0
         while size := os.readv(descriptor, [buffer.view]):
             digest.update(buffer.view[:size])
+            blocks += 1
+            if blocks % TICK_BLOCKS == 0:
+                tick()
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)

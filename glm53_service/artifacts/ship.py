@@ -45,8 +45,11 @@ REASON_SECONDS = 5.0
 STILL_HERE_SECONDS = 10.0
 """How often the worker is told that this end lives: it ends after a minute without."""
 
-IDLE_SECONDS = 120
+DEAD_SECONDS = 60
 """A connection over which nothing goes for so long is dead (a rail that was pulled says nothing)."""
+
+IDLE_SECONDS = 120
+"""So is one over which no answer comes for so long."""
 
 SENDS = 3
 """How often one file is sent when what arrives is wrong."""
@@ -349,8 +352,9 @@ class Shipment:
                 error = failed
                 continue
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", IDLE_SECONDS, 0))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_SECONDS * 1000)
+            patience = struct.pack("ll", IDLE_SECONDS, 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
             nonce = connection.recv(32, socket.MSG_WAITALL)
             connection.sendall(hmac.new(self._secret, nonce, hashlib.sha256).digest())
             if connection.recv(1) == b"+":
@@ -368,6 +372,11 @@ class Shipment:
             source = file.fileno()
             first = offset
             try:
+                # The worker hashes the half that it has before it takes more; dots say that it is at it.
+                while (said := connection.recv(1)) == b".":
+                    pass
+                if said != b"!":
+                    raise ConnectionError("the worker closed the connection")
                 while offset < entry.size:
                     size = min(CHUNK, entry.size - offset)
                     self._pace.wait(size)

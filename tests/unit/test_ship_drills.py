@@ -307,6 +307,8 @@ class Wire:
 
     def __init__(self, change: Callable[[int, bytes], bytes | None]) -> None:
         self.change: Callable[[int, bytes], bytes | None] | None = change
+        self.back: Callable[[int, bytes], bytes | None] | None = None
+        self.linger = 0.0
         self.server = socket.create_server(("127.0.0.1", 0))
         self.far: tuple[str, int] = ("", 0)
         threading.Thread(target=self._accept, daemon=True).start()
@@ -318,7 +320,7 @@ class Wire:
                 far = socket.create_connection(self.far)
                 change, self.change = self.change, None
                 threading.Thread(target=self._pump, args=(near, far, change), daemon=True).start()
-                threading.Thread(target=self._pump, args=(far, near, None), daemon=True).start()
+                threading.Thread(target=self._pump, args=(far, near, self.back), daemon=True).start()
 
     def _pump(self, one: socket.socket, other: socket.socket, change: Any) -> None:
         offset, swallowed = 0, False
@@ -331,6 +333,7 @@ class Wire:
                     swallowed = True
                 elif not swallowed:
                     other.sendall(passed)
+            threading.Event().wait(self.linger)
             other.shutdown(socket.SHUT_WR)
 
 
@@ -388,6 +391,52 @@ def test_what_a_broken_connection_swallowed_is_sent_again(head: Path, tmp_path: 
     shipment(head, tmp_path / "worker", streams=2, kind=over(wire)).run()
     wire.server.close()
     assert (contents(tmp_path / "worker"), leftovers(tmp_path / "worker")) == (FILES, set())
+
+
+def test_a_stream_that_has_nothing_to_send_is_not_given_up(
+    head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents a copy that ends with all but one file there: when the rail of the last one went, the worker
+    had already closed the connections that were waiting for something to do.
+    """
+    impatient(monkeypatch, "IDLE_SECONDS = 120.0", "IDLE_SECONDS = 0.2")
+
+    wire = Wire(lambda offset, data: data if offset < 32 else None)
+    wire.linger = 0.8
+    shipment(head, tmp_path / "worker", streams=2, kind=over(wire)).run()
+    wire.server.close()
+    assert contents(tmp_path / "worker") == FILES
+
+
+def test_a_half_is_hashed_before_more_is_sent(
+    head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents a stream that is given up while a slow disk hashes the half of 5 GB that is there."""
+    impatient(monkeypatch, "TICK_BLOCKS = 16", "TICK_BLOCKS = 1")
+    worker = tmp_path / "worker"
+    worker.mkdir()
+    half = worker / f".{SHARD}.{sha256(FILES[SHARD])[:16]}.incomplete"
+    half.write_bytes(FILES[SHARD][:16384])
+    said = bytearray()
+
+    def heard(_: int, data: bytes) -> bytes:
+        said.extend(data)
+        return data
+
+    wire = Wire(lambda _, data: data)
+    wire.back = heard
+    assert shipment(head, worker, kind=over(wire)).run().bytes == TOTAL - 16384
+    wire.server.close()
+    assert contents(worker) == FILES
+    assert b".!+" in said[32:]
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """Change a limit of the worker's program."""
+    assert old in PROGRAM
+    text = PROGRAM.replace(old, new).encode()
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: text if self.name == "receive.py" else read(self))
 
 
 # What is there on the worker
