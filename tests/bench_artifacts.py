@@ -1,16 +1,20 @@
 """The figures of shipping and verifying in docs/benchmarks.md: our mover beside rsync and a raw TCP pipe.
 
-    python -m tests.bench_artifacts SOURCE TARGET --rsh "ssh -p 22977" [--gb 2] [--rounds 3]
+    python -m tests.bench_artifacts SOURCE TARGET --host spark@10.77.0.2 --rsh "ssh -i KEY" [--gb 1.5]
+    python -m tests.bench_artifacts memory SOURCE
 
-SOURCE and TARGET are folders of one machine (tmpfs, disk); random files are made in SOURCE. --rsh reaches
-an sshd of this machine, for rsync. Every round runs every way once, in turn, so that a busy machine is the
-same for all; medians are shown, and the processor's seconds a GB (both ends; of rsync only the sender's).
-Nothing here passes or fails.
+SOURCE is a folder here, TARGET one of `--host`, which --rsh reaches: another machine, or this one. The bytes
+go to --address (repeatable, one a rail; the host's own without). On the lab: in spark-a's network namespace
+(`ip netns exec g5-a`), to spark-b. Every round runs every way once, in turn, so that a busy machine is the
+same for all. Timed is the moving: from the first connection to the last file in place, for rsync from its
+login on (0.3 s of many). `memory` shows the largest resident size of each verb as a process of its own; it
+counts what is shared as well, so its proportional size (PSS) is less. Nothing here passes or fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import shutil
@@ -18,6 +22,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,175 +31,314 @@ from pathlib import Path
 
 from glm53_service.artifacts.hashing import hash_files
 from glm53_service.artifacts.layout import layout_of
-from glm53_service.artifacts.manifest import Entry, Manifest, write_manifest
+from glm53_service.artifacts.manifest import Entry, Manifest, read_manifest, write_manifest
 from glm53_service.artifacts.ship import LOADER, Shipment, Target
 
 FILES = 8
 BLOCK = 1 << 20
+PORT = 29599
+
+TAKE = """
+import os, socket, sys, threading
+folder, streams, addresses = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+servers = [socket.create_server((address, 29599)) for address in addresses]
+print("ready", flush=True)
+def one(connection):
+    buffer = memoryview(bytearray(1 << 20))
+    while head := connection.recv(48, socket.MSG_WAITALL):
+        left = int(head[32:])
+        with open(os.path.join(folder, head[:32].decode().strip()), "wb", buffering=0) as file:
+            while left:
+                size = connection.recv_into(buffer[: min(left, 1 << 20)])
+                file.write(buffer[:size])
+                left -= size
+    connection.sendall(b"+")
+threads = []
+for number in range(streams):
+    connection, _ = servers[number % len(servers)].accept()
+    threads.append(threading.Thread(target=one, args=(connection,)))
+    threads[-1].start()
+for thread in threads:
+    thread.join()
+"""
+"""The raw pipe's other end: read and write, no hash."""
+
+PEAK = """
+import atexit, sys
+def peak():
+    text = open("/proc/self/status").read()
+    print("peak", text.partition("VmHWM:")[2].split()[0], file=sys.stderr)
+atexit.register(peak)
+from glm53_service.cli import main
+if "download" in sys.argv:
+    import encodings.idna, glm53_service.artifacts.download  # nobody may not read this machine's Python
+    from glm53_service.artifacts.hub import Hub
+    Hub().name
+main()
+"""
 
 
 class Bench:
-    """One source folder, one target folder, and ways from the one to the other."""
+    """One source folder here, one target folder there, and ways from the one to the other."""
 
-    def __init__(self, source: Path, target: Path, host: str, rsh: str, size: int) -> None:
-        self.source, self.target, self.host, self.rsh = source, target, host, rsh
-        source.mkdir(parents=True, exist_ok=True)
-        self.names = [f"f{number}" for number in range(FILES)]
-        for name in self.names:
-            with (source / name).open("wb") as file:
-                for _ in range(size // FILES // BLOCK):
-                    file.write(os.urandom(BLOCK))
-        self.bytes = sum((source / name).stat().st_size for name in self.names)
-        hashes = {path.name: str(sha) for path, sha in hash_files([source / n for n in self.names])}
-        files = tuple(Entry(path=n, size=(source / n).stat().st_size, sha256=hashes[n]) for n in self.names)
-        self.manifest = Manifest(repository="unit/bench", revision="0" * 40, files=files)
-        self.peak_kib = 0
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.source, self.target, self.host = given.source, given.target, given.host
+        self.rsh = shlex.split(given.rsh)
+        self.addresses = tuple(given.address or [given.host.rpartition("@")[2]])
+        self.manifest = make_files(given.source, int(given.gb * 1e9))
+        self.names = [entry.path for entry in self.manifest.files]
+        self.bytes = self.manifest.bytes
+        self.peaks: dict[str, int] = {}
 
-    def rsync(self) -> None:
+    def there(self, *argv: str) -> list[str]:
+        """Return the command that runs `argv` on the host."""
+        return [*self.rsh, self.host, "--", shlex.join(argv)]
+
+    def clean(self) -> None:
+        """Empty the target."""
+        script = 'rm -rf "$1" && mkdir -p "$1" && sync'
+        subprocess.run(self.there("sh", "-c", script, "sh", str(self.target)), check=True)
+        os.sync()
+
+    def rsync(self) -> float:
         """Copy as `rsync -a` does."""
-        self._rsync(["-a"], self.rsh, f"{self.source}/", f"{self.target}/")
+        return self._rsync(["-a"], shlex.join(self.rsh), f"{self.source}/", f"{self.target}/")
 
-    def parallel(self, count: int) -> None:
+    def parallel(self, count: int) -> float:
         """Copy with several rsyncs at once, the cheapest cipher, no delta."""
-        rsh = f"{self.rsh} -c aes128-gcm@openssh.com"
+        rsh = shlex.join([*self.rsh, "-c", "aes128-gcm@openssh.com"])
+        began = time.monotonic()
+        flags = ["-a", "--whole-file", "--inplace"]
         with ThreadPoolExecutor(count) as pool:
             list(
                 pool.map(
-                    lambda name: self._rsync(
-                        ["-a", "--whole-file", "--inplace"],
-                        rsh,
-                        str(self.source / name),
-                        f"{self.target}/{name}",
-                    ),
+                    lambda name: self._rsync(flags, rsh, str(self.source / name), f"{self.target}/{name}"),
                     self.names,
                 )
             )
+        return time.monotonic() - began
 
-    def _rsync(self, flags: list[str], rsh: str, source: str, target: str) -> None:
+    def _rsync(self, flags: list[str], rsh: str, source: str, target: str) -> float:
+        began = time.monotonic()
         subprocess.run(
             ["rsync", *flags, "-e", rsh, source, f"{self.host}:{target}"], check=True, capture_output=True
         )
+        return time.monotonic() - began
 
-    def raw(self, streams: int) -> None:
+    def raw(self, streams: int) -> float:
         """Copy over bare TCP: sendfile on one side, read and write on the other, no hash."""
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            child = os.fork()
-            if child == 0:
-                self._take(server, streams)
-                os._exit(0)
+        argv = self.there("python3", "-I", "-c", TAKE, str(self.target), str(streams), *self.addresses)
+        with subprocess.Popen(argv, stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"ready\n"
+            began = time.monotonic()
             names: Iterator[str] = iter(self.names)
             lock = threading.Lock()
 
-            def send() -> None:
-                with socket.create_connection(server.getsockname()) as connection:
+            def send(number: int) -> None:
+                address = self.addresses[number % len(self.addresses)]
+                with socket.create_connection((address, PORT)) as connection:
                     while True:
                         with lock:
                             name = next(names, None)
                         if name is None:
-                            return
+                            break
                         with (self.source / name).open("rb") as file:
                             size = os.fstat(file.fileno()).st_size
                             connection.sendall(f"{name:32}{size:16}".encode())
                             connection.sendfile(file)
+                    connection.shutdown(socket.SHUT_WR)
+                    connection.recv(1)
 
-            threads = [threading.Thread(target=send) for _ in range(streams)]
+            threads = [threading.Thread(target=send, args=(number,)) for number in range(streams)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-            os.waitpid(child, 0)
+            return time.monotonic() - began
 
-    def _take(self, server: socket.socket, streams: int) -> None:
-        def one(connection: socket.socket) -> None:
-            buffer = memoryview(bytearray(BLOCK))
-            while head := connection.recv(48, socket.MSG_WAITALL):
-                left = int(head[32:])
-                with (self.target / head[:32].decode().strip()).open("wb", buffering=0) as file:
-                    while left:
-                        size = connection.recv_into(buffer[: min(left, BLOCK)])
-                        file.write(buffer[:size])
-                        left -= size
-
-        threads = [threading.Thread(target=one, args=(server.accept()[0],)) for _ in range(streams)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def ship(self, streams: int) -> None:
-        """Copy as `glm53 ship` does, the hash included; the receiver is started without ssh."""
-        receiver = (sys.executable, "-I", "-c", LOADER)
-        target = Target(node="bench", launcher=receiver, addresses=("127.0.0.1",), folder=self.target)
-        shipment = Shipment(
-            layout_of(self.source), self.manifest, target, streams=streams, say=lambda _: None
+    def ship(self, streams: int) -> float:
+        """Copy as `glm53 ship` does, the hash included, in a process of its own."""
+        launcher = self.there("/usr/bin/python3", "-I", "-c", LOADER)
+        order = {
+            "source": str(self.source),
+            "target": str(self.target),
+            "addresses": self.addresses,
+            "launcher": launcher,
+            "streams": streams,
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.bench_artifacts", "send", json.dumps(order)],
+            check=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         )
-        done = shipment.run()
-        self.peak_kib = max(self.peak_kib, done.peak_kib)
+        said = json.loads(done.stdout)
+        for end in ("sender", "receiver"):
+            self.peaks[end] = max(self.peaks.get(end, 0), said[end])
+        return float(said["seconds"])
 
-    def sha256sum(self) -> None:
+    def sha256sum(self) -> float:
         """Hash as people do."""
+        began = time.monotonic()
         subprocess.run(
             ["sha256sum", *(str(self.source / n) for n in self.names)], check=True, capture_output=True
         )
+        return time.monotonic() - began
 
-    def verify(self) -> None:
+    def verify(self) -> float:
         """Hash as `glm53 verify --full` does."""
+        began = time.monotonic()
         list(hash_files([self.source / name for name in self.names]))
+        return time.monotonic() - began
 
 
-def measure(
-    bench: Bench, ways: dict[str, Callable[[], None]], rounds: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return GB/s, and processor seconds a GB, of each way in each round."""
+def make_files(folder: Path, size: int) -> Manifest:
+    """Write random files with their manifest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"f{number}.bin" for number in range(FILES)]
+    for path in paths:
+        with path.open("wb") as file:
+            for _ in range(size // FILES // BLOCK):
+                file.write(os.urandom(BLOCK))
+    hashes = {path: str(sha) for path, sha in hash_files(paths)}
+    files = tuple(Entry(path=p.name, size=p.stat().st_size, sha256=hashes[p]) for p in paths)
+    manifest = Manifest(repository="unit/bench", revision="0" * 40, files=files)
+    write_manifest(folder, manifest)
+    return manifest
+
+
+class Timed(Shipment):
+    """A shipment that knows how long the bytes took."""
+
+    moving = 0.0
+
+    def _send_all(self, *arguments: object) -> None:
+        began = time.monotonic()
+        super()._send_all(*arguments)  # type: ignore[arg-type]
+        self.moving = time.monotonic() - began
+
+
+def send(order: dict[str, object]) -> None:
+    """Ship once, and print what it took."""
+    manifest = read_manifest(Path(str(order["source"])))
+    assert manifest is not None
+    target = Target(
+        node="bench",
+        launcher=tuple(order["launcher"]),  # type: ignore[arg-type]
+        addresses=tuple(order["addresses"]),  # type: ignore[arg-type]
+        folder=Path(str(order["target"])),
+    )
+    layout = layout_of(str(order["source"]))
+    shipment = Timed(
+        layout,
+        manifest,
+        target,
+        streams=int(str(order["streams"])),
+        limit=float(str(order.get("limit", 0))),
+        say=lambda _: None,
+    )
+    done = shipment.run()
+    own = Path("/proc/self/status").read_text(encoding="ascii").partition("VmHWM:")[2].split()[0]
+    said = {"seconds": shipment.moving, "receiver": done.peak_kib, "sender": int(own), "bytes": done.bytes}
+    print(json.dumps(said))
+
+
+def measure(bench: Bench, ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Return GB/s of each way in each round."""
     rates: dict[str, list[float]] = {name: [] for name in ways}
-    costs: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
-            shutil.rmtree(bench.target, ignore_errors=True)
-            bench.target.mkdir(parents=True)
-            os.sync()
-            began, before = time.monotonic(), sum(os.times()[:4])
-            way()
-            rates[name].append(bench.bytes / 1e9 / (time.monotonic() - began))
-            costs[name].append((sum(os.times()[:4]) - before) / (bench.bytes / 1e9))
-    shutil.rmtree(bench.target, ignore_errors=True)
-    return rates, costs
+            bench.clean()
+            rates[name].append(bench.bytes / 1e9 / way())
+    bench.clean()
+    return rates
+
+
+def memory(source: Path, size: int) -> None:
+    """Print the largest resident size of `glm53 verify --full` and of `glm53 download` with four streams."""
+    from tests.unit.doubles import settings_text
+    from tests.unit.hub_server import COMMIT, HubServer, Repository, serving
+    from tests.unit.snapshots import REPOSITORY, model_files
+
+    make_files(source, size)
+    print(f"glm53 verify --full: {_peak({}, 'verify', '--full', str(source))} MiB")
+    shutil.rmtree(source)
+    files = model_files(6)
+    files |= {name: os.urandom(size // 6) for name in files if name.endswith(".safetensors")}
+    with (
+        serving(HubServer({REPOSITORY: Repository(files=files)})) as hub,
+        tempfile.TemporaryDirectory() as etc,
+    ):
+        model = {"source": {"repository": REPOSITORY, "revision": COMMIT}}
+        (Path(etc) / "settings.yaml").write_text(settings_text(source, model=model))
+        source.mkdir()
+        os.chown(source, 65534, 65534)
+        for folder in (source, *source.parents):
+            folder.chmod(folder.stat().st_mode | 0o055)
+        said = _peak({"HF_ENDPOINT": hub.url}, "--etc", etc, "download", "--user", "nobody")
+        print(f"glm53 download, 4 streams: {said} MiB")
+    shutil.rmtree(source)
+
+
+def _peak(environment: dict[str, str], *argv: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, *argv],
+        env={**os.environ, **environment},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return round(int(done.stderr.rpartition("peak ")[2]) / 1024)
 
 
 def main() -> int:
     """Measure and print one table."""
+    if sys.argv[1:2] == ["send"]:
+        send(json.loads(sys.argv[2]))
+        return 0
+    if sys.argv[1:2] == ["memory"]:
+        memory(Path(sys.argv[2]), 900_000_000)
+        return 0
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--address", action="append", default=[])
     parser.add_argument("--rsh", default="ssh")
-    parser.add_argument("--gb", type=float, default=2.0)
+    parser.add_argument("--gb", type=float, default=1.5)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--short", action="store_true", help="without the ways that many rsyncs take")
     given = parser.parse_args()
-    bench = Bench(
-        given.source, given.target, given.host, shlex.join(shlex.split(given.rsh)), int(given.gb * 1e9)
-    )
-    write_manifest(given.source, bench.manifest)
-    ways: dict[str, Callable[[], None]] = {
-        "rsync -a over ssh": bench.rsync,
-        "4 rsync, aes128-gcm, whole files": lambda: bench.parallel(4),
-        "8 rsync, aes128-gcm, whole files": lambda: bench.parallel(8),
-        **{f"raw TCP, {n} streams, no hash": (lambda n=n: bench.raw(n)) for n in (1, 4, 8)},  # type: ignore[misc]
-        **{f"glm53 ship, {n} streams": (lambda n=n: bench.ship(n)) for n in (1, 4, 8)},  # type: ignore[misc]
-        "sha256sum": bench.sha256sum,
-        "glm53 verify --full": bench.verify,
-    }
-    rates, costs = measure(bench, ways, given.rounds)
-    print(
-        f"{bench.bytes / 1e9:.1f} GB in {FILES} files, {given.rounds} rounds, load {os.getloadavg()[0]:.1f}\n"
-    )
-    print("| | GB/s | range | processor, s a GB |\n| --- | --- | --- | --- |")
+    bench = Bench(given)
+    streams = (1, 4, 8)
+    ways: dict[str, Callable[[], float]] = {"`rsync -a` over ssh": bench.rsync}
+    for count in () if given.short else (4, 8):
+        ways[f"{count} rsync, aes128-gcm, whole files"] = lambda n=count: bench.parallel(n)  # type: ignore[misc]
+    for count in streams:
+        ways[f"raw TCP, {count} streams, no hash"] = lambda n=count: bench.raw(n)  # type: ignore[misc]
+        ways[f"`glm53 ship`, {count} streams"] = lambda n=count: bench.ship(n)  # type: ignore[misc]
+    ways |= {"`sha256sum`": bench.sha256sum, "`glm53 verify --full`": bench.verify}
+    rates = measure(bench, ways, given.rounds)
+    load = os.getloadavg()[0]
+    print(f"{bench.bytes / 1e9:.1f} GB in {FILES} files, {given.rounds} rounds, load {load:.1f}\n")
+    print("| | GB/s | range |\n| --- | --- | --- |")
     for name, values in rates.items():
+        print(f"| {name} | {statistics.median(values):.2f} | {min(values):.2f} to {max(values):.2f} |")
+    for count in streams:
+        ratios = [
+            ours / pipe
+            for ours, pipe in zip(
+                rates[f"`glm53 ship`, {count} streams"],
+                rates[f"raw TCP, {count} streams, no hash"],
+                strict=True,
+            )
+        ]
         print(
-            f"| {name} | {statistics.median(values):.2f} | {min(values):.2f} to {max(values):.2f} |"
-            f" {statistics.median(costs[name]):.2f} |"
+            f"of the pipe in the same round, {count} streams: {statistics.median(ratios):.2f}"
+            f" ({min(ratios):.2f} to {max(ratios):.2f})"
         )
-    print(f"\nreceiver's peak: {bench.peak_kib / 1024:.0f} MiB")
+    print("largest resident size:", {end: f"{kib / 1024:.0f} MiB" for end, kib in bench.peaks.items()})
     shutil.rmtree(given.source)
     return 0
 
