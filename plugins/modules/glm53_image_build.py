@@ -32,7 +32,6 @@ options:
   state: {description: "planned or built.", type: str, choices: [planned, built], default: planned}
   log: {description: "File for all that docker says.", type: path, default: /var/log/glm53-image-build.log}
   room_gb: {description: "GB that the layers may need.", type: int, default: 5}
-  base_gb: {description: "GB that the base may need, when it is not there yet.", type: int, default: 40}
 """
 
 BUILT = "glm53/built"
@@ -116,17 +115,16 @@ def problems(build: dict[str, Any]) -> list[str]:
     return found
 
 
-def room_problem(build: dict[str, Any], *, free: int, base: bool, room_gb: int, base_gb: int) -> str:
-    """Return why the disk is too small for the build, empty when it is not; `base`: the base is there."""
+def room_problem(build: dict[str, Any], *, free: int, room_gb: int) -> str:
+    """Return why the disk is too small for the build, empty when it is not."""
     roots = [Path(name) for name in (build["source"].get("path"), build["wheels"]) if name]
     carried = sum(path.stat().st_size for root in roots if root.exists() for path in files_below(root))
-    need = (room_gb + (0 if base else base_gb)) * 10**9 + 3 * carried
+    need = room_gb * 10**9 + 3 * carried
     if free >= need:
         return ""
     return (
-        f"Found: {free / 1e9:.1f} GB free for docker. Expected: {need / 1e9:.1f} GB for"
-        f" {'the new layers' if base else 'the base image and the new layers'}. Fix: make room"
-        " (`sudo glm53 prune`, `docker system df`)"
+        f"Found: {free / 1e9:.1f} GB free for docker. Expected: {need / 1e9:.1f} GB for the new layers. Fix:"
+        " make room (`sudo glm53 prune`, `docker system df`)"
     )
 
 
@@ -214,21 +212,20 @@ def last_lines(path: Path) -> str:
     return "\n".join(lines[-SHOWN_LINES:])
 
 
-def make(build: dict[str, Any], log: Path, room_gb: int, base_gb: int) -> tuple[bool, dict[str, Any]]:
+def make(build: dict[str, Any], log: Path, room_gb: int) -> tuple[bool, dict[str, Any]]:
     """Return whether anything was built, and docker's word on the image; BuildError when there is none."""
     with locked(log) as lock:
         if is_built(image := inspect(build["reference"]), build):
             return False, image or {}
-        if found := in_the_way(build, room_gb, base_gb):
+        if found := in_the_way(build, room_gb):
             raise BuildError("; ".join(found))
+        if not inspect(build["base"]):
+            raise BuildError(
+                f"Found: no base image {build['base']} in docker here. Expected: it was pulled, or"
+                " loaded. Fix: run this again, or correct glm53_image_build.base"
+            )
         with log.open("wb") as file:
             log.chmod(0o600)
-            if not inspect(build["base"]) and call(["docker", "pull", build["base"]], file, lock):
-                raise BuildError(
-                    f"Found: the base image cannot be pulled: {last_lines(log)} (log: {log})."
-                    f" Expected: {build['base']} in docker here. Fix: `docker pull` or `docker load` it"
-                    " here, or correct glm53_image_build.base"
-                )
             # By a name of our own: BuildKit takes no id, and neither builder then asks a registry for it.
             base = f"{BASE}:{build['base'].rpartition(':')[2][:12]}"
             code = call(["docker", "tag", build["base"], base], file, lock)
@@ -243,13 +240,11 @@ def make(build: dict[str, Any], log: Path, room_gb: int, base_gb: int) -> tuple[
         return True, image or {}
 
 
-def in_the_way(build: dict[str, Any], room_gb: int, base_gb: int) -> list[str]:
+def in_the_way(build: dict[str, Any], room_gb: int) -> list[str]:
     """Return why a build would fail here before it began."""
     _, info = docker_get("/info")
     status = os.statvfs(info.get("DockerRootDir") or "/var/lib/docker")
-    base = inspect(build["base"]) is not None
-    free = status.f_bavail * status.f_frsize
-    room = room_problem(build, free=free, base=base, room_gb=room_gb, base_gb=base_gb)
+    room = room_problem(build, free=status.f_bavail * status.f_frsize, room_gb=room_gb)
     return [*problems(build), *([room] if room else [])]
 
 
@@ -261,24 +256,24 @@ def main() -> None:
             "state": {"type": "str", "choices": ["planned", "built"], "default": "planned"},
             "log": {"type": "path", "default": "/var/log/glm53-image-build.log"},
             "room_gb": {"type": "int", "default": 5},
-            "base_gb": {"type": "int", "default": 40},
         },
         supports_check_mode=True,
     )
-    build, room_gb, base_gb = (module.params[name] for name in ("build", "room_gb", "base_gb"))
+    build, room_gb = module.params["build"], module.params["room_gb"]
     said: dict[str, Any] = {"invocation": {"module_args": {"reference": build["reference"]}}}
     try:
         if module.params["state"] == "built" and not module.check_mode:
-            changed, image = make(build, Path(module.params["log"]), room_gb, base_gb)
+            changed, image = make(build, Path(module.params["log"]), room_gb)
             module.exit_json(changed=changed, image=image, **said)
         image_now = inspect(build["reference"])
         built = is_built(image_now, build)
         module.exit_json(
             changed=False,
             built=built,
+            base=inspect(build["base"]) is not None,
             image=image_now,
             newest=newest_built(),
-            problems=[] if built else in_the_way(build, room_gb, base_gb),
+            problems=[] if built else in_the_way(build, room_gb),
             **said,
         )
     except BuildError as error:
