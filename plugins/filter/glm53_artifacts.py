@@ -116,6 +116,16 @@ def glm53_shipped(results: list[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def glm53_prune_lines(events: list[Mapping[str, Any]]) -> list[str]:
+    """Return what `glm53 prune --json` found, for a person: sizes, names, what became of each, and notes."""
+    gigabytes = _package("artifacts.progress").gigabytes
+    items = [e for e in events if e["event"] == "item"]
+    lines = [f"{gigabytes(e['bytes'])} {e['kind']} {e['name']} {e['result'] or ''}".rstrip() for e in items]
+    notes = [f"note: {note}" for e in events if e["event"] == "result" for note in e["notes"]]
+    removed = any(e["result"] for e in items)
+    return lines + (["remove: -e glm53_prune=true"] if lines and not removed else []) + notes
+
+
 class FilterModule:
     """Names the filters for Ansible."""
 
@@ -123,5 +133,5 @@ class FilterModule:
         """Return filter name to function."""
         return {
             function.__name__: function
-            for function in (glm53_incomplete, glm53_plan, glm53_logins, glm53_shipped)
+            for function in (glm53_incomplete, glm53_plan, glm53_logins, glm53_shipped, glm53_prune_lines)
         }

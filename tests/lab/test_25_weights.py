@@ -156,3 +156,24 @@ def test_a_run_with_everything_in_place_reads_no_weights(lab: Lab, pair: Pair) -
         assert pair.sh(host, "stat", "-c", "%X", weights).strip() == "1000"
         pair.sh(host, "dd", f"if={weights}", "of=/dev/null", "bs=4096", "count=1")
         assert pair.sh(host, "stat", "-c", "%X", weights).strip() != "1000"
+
+
+def test_prune_lists_and_removes_only_when_told(lab: Lab, pair: Pair) -> None:
+    """Prevents a disk full of what old runs left, and a prune that takes more or touches the pair."""
+    before, left = pair.status(), f"{MODEL_DIR}/.w.safetensors.0123456789abcdef.incomplete"
+    kept = {host: pair.sh(host, "ls", MODEL_DIR) for host in (HEAD, WORKER)}
+    for host in (HEAD, WORKER):
+        pair.sh(host, "touch", "-d", "3 days ago", left)
+    listed = play(lab, "playbooks/prune.yml")
+    assert (listed.code, listed.changed) == (0, 0), listed.output[-3000:]
+    assert words(listed.output).count(f"unfinished {left}") == 2
+    checked = play(lab, "playbooks/prune.yml", "-e", "glm53_prune=true", "--check")
+    assert (checked.code, checked.changed) == (0, 2), checked.output[-3000:]
+    assert [pair.lab.exec(host, ["test", "-e", left]).returncode for host in (HEAD, WORKER)] == [0, 0]
+    removed = play(lab, "playbooks/prune.yml", "-e", "glm53_prune=true")
+    assert (removed.code, removed.changed) == (0, 2), removed.output[-3000:]
+    for host in (HEAD, WORKER):
+        assert pair.lab.exec(host, ["test", "-e", left], check=False).returncode == 1
+        assert pair.sh(host, "ls", MODEL_DIR) == kept[host]
+    after = pair.status()
+    assert (after["epoch"], after["since"], after["ready"]) == (before["epoch"], before["since"], True)

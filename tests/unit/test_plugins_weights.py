@@ -303,6 +303,21 @@ def test_a_long_verb_that_fails_fails_with_its_own_words(tmp_path: Path) -> None
     assert "what the verb says of itself" in output
 
 
+def test_what_prune_found_is_shown_with_what_became_of_it() -> None:
+    """Prevents a list that hides what stayed, or that images were not looked at."""
+    item = {"event": "item", "kind": "blob", "name": "/c/blobs/ab", "bytes": 3_000_000_000, "result": None}
+    end = {"event": "result", "items": 1, "notes": ["images and kernel caches are not listed: no docker"]}
+    assert filters.glm53_prune_lines([item, end]) == [
+        "3.0 GB blob /c/blobs/ab",
+        "remove: -e glm53_prune=true",
+        "note: images and kernel caches are not listed: no docker",
+    ]
+    assert filters.glm53_prune_lines([{**item, "result": "removed"}, {**end, "notes": []}]) == [
+        "3.0 GB blob /c/blobs/ab removed"
+    ]
+    assert filters.glm53_prune_lines([{**end, "notes": []}]) == []
+
+
 def test_a_copy_is_told_with_its_path() -> None:
     """Prevents a run that does not say what it moved, and over which network."""
     event = {"event": "result", "what": "model", "node": "b", "files": 2, "bytes": 5_000_000_000}
