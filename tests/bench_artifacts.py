@@ -230,12 +230,13 @@ def send(order: dict[str, object]) -> None:
         folder=Path(str(order["target"])),
     )
     layout = layout_of(str(order["source"]))
+    limit = float(str(order.get("limit", 0)))
     shipment = Timed(
         layout,
         manifest,
         target,
         streams=int(str(order["streams"])),
-        limit=float(str(order.get("limit", 0))),
+        limit=lambda: limit,
         say=lambda _: None,
     )
     done = shipment.run()

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from glm53_service.artifacts.adopt import adopt
 from glm53_service.artifacts.disk import Free, check_room, check_writable, free_bytes, held, trouble
 from glm53_service.artifacts.fetch import Client, Fetcher, link, part_of
 from glm53_service.artifacts.hub import Refused, Stopped
@@ -41,6 +42,10 @@ from glm53_service.files import write_durably
 from glm53_service.settings import Source
 
 STREAMS = 4
+
+
+FOUND_HERE = "hashed as found here; no hub has said that this is right"
+"""What is said of a snapshot whose manifest was made from its own files."""
 
 
 class HubClient(Client, Protocol):
@@ -92,18 +97,21 @@ def download(want: Want, options: Options, world: World) -> Outcome:
     A complete snapshot is recognised without a network and without a write.
     """
     known = _known(want.layout.folder, options)
-    if known is not None:
+    own = known is None or known.adopted
+    if known is not None and not known.adopted:
         _same_source(want, known)
-        if not options.full and not quick_check(want.layout, known):
-            _tidy(want.layout.folder)
-            return Outcome(manifest=known)
-    if options.offline:
-        return _offline(want, known)
+    final = not own or options.offline or want.source is None
+    if known is not None and final and not options.full and not quick_check(want.layout, known):
+        _tidy(want.layout.folder)
+        return _there(known)
+    if options.offline or (own and want.source is None and not own_word(want.layout)):
+        return _offline(want, known, options, world)
     try:
-        source, manifest = _listing(want, known, options, world)
+        source, manifest = _listing(want, None if own else known, options, world)
     except UnavailableError as error:
-        if known is None and not own_word(want.layout):
-            return Outcome(manifest=None, notes=(f"complete by its own index; no hashes: {error.message}",))
+        if own and not own_word(want.layout):
+            world.say(f"{error.message}; what is here is complete by its own index")
+            return _offline(want, known, options, world)
         raise
     try:
         return _bring(want, source, manifest, options, world)
@@ -135,15 +143,28 @@ def _same_source(want: Want, known: Manifest) -> None:
         )
 
 
-def _offline(want: Want, known: Manifest | None) -> Outcome:
-    problems = quick_check(want.layout, known) if known is not None else own_word(want.layout)
+def _offline(want: Want, known: Manifest | None, options: Options, world: World) -> Outcome:
+    """Return what is there when it is complete; without a manifest its own files become one."""
+    layout = want.layout
+    problems = quick_check(layout, known) if known is not None else own_word(layout)
     if problems:
         raise ArtifactError(
-            f"{want.layout.folder} is not complete, and no hub is asked:\n{summary(problems)}",
-            hint="run this with a network, or copy these files here",
+            f"{layout.folder} is not complete, and no hub is asked:\n{summary(problems)}",
+            hint=f"run this with a network, or copy these files here; if they are meant to be so, remove"
+            f" {layout.folder / NAME}: they are hashed anew"
+            if known is not None and known.adopted
+            else "run this with a network, or copy these files here",
         )
-    notes = () if known is not None else ("complete by its own index; no manifest, so no hashes",)
-    return Outcome(manifest=known, notes=notes)
+    if known is None:
+        with held(layout.folder):
+            known = adopt(layout, clock=world.clock, as_json=options.as_json, threads=options.streams)
+            _check_drafter_hash(want, known)
+            write_manifest(layout.folder, known)
+    return _there(known)
+
+
+def _there(known: Manifest) -> Outcome:
+    return Outcome(manifest=known, notes=(FOUND_HERE,) if known.adopted else ())
 
 
 def _listing(want: Want, known: Manifest | None, options: Options, world: World) -> tuple[Source, Manifest]:

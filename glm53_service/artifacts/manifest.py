@@ -18,6 +18,9 @@ UNFINISHED = ".glm53-manifest.unfinished.json"
 """What a download has proven so far: the next one need not hash it again."""
 
 WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
+ADOPTED = "0" * 40
+"""The revision of a manifest that was made from the files themselves (adopt.py)."""
+
 SMALL_BYTES = 64 << 20
 """Files up to this size that are no weights are hashed by the quick check as well."""
 
@@ -53,6 +56,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def bytes(self) -> int:
         """Size of all files together."""
         return sum(entry.size for entry in self.files)
+
+    @property
+    def adopted(self) -> bool:
+        """Whether these are the hashes of what was there, and no hub has said that they are right."""
+        return self.revision == ADOPTED
+
+    @property
+    def origin(self) -> str:
+        """Where the files are from, for a person."""
+        return "as found here" if self.adopted else f"{self.repository}@{self.revision[:12]}"
 
     @property
     def content(self) -> str:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pwd
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,13 @@ if TYPE_CHECKING:
     from glm53_service.artifacts.manifest import Manifest
     from glm53_service.artifacts.plan import Place, Step
     from glm53_service.artifacts.route import Route
-    from glm53_service.artifacts.ship import Shipment, Target
+    from glm53_service.artifacts.ship import Speed, Target
     from glm53_service.artifacts.sources import Want
     from glm53_service.node import Node, Peer
     from glm53_service.settings import Settings
+
+LOOK_SECONDS = 5.0
+"""How often a copy asks whether the pair runs."""
 
 RUNS = ("preparing", "starting", "checking", "serving", "ending")
 """States of the head in which ranks need the machine's memory bandwidth and disks."""
@@ -36,6 +40,9 @@ def add_pair_verbs(commands: argparse._SubParsersAction[Any]) -> None:
     ship.add_argument("--streams", type=count, default=8, help="files at once (%(default)s)")
     ship.add_argument(
         "--limit", type=float, default=0.0, metavar="MB/S", help="slower, so that a pair can serve"
+    )
+    ship.add_argument(
+        "--beside", type=float, default=0.0, metavar="MB/S", help="the limit while ranks run (else refused)"
     )
     ship.add_argument("--any-network", action="store_true", help="also over Wi-Fi or a VPN")
     _login(ship)
@@ -95,29 +102,46 @@ def _target(arguments: argparse.Namespace, peer: Peer, folder: Path) -> Target:
 
 def _ship(arguments: argparse.Namespace) -> int:
     node, settings, wanted = _head(arguments)
-    _not_while_it_runs(settings.gate.port, arguments.limit)
     workers = _workers(node, arguments.to)
     become(arguments.user, [want.layout.folder for want in wanted])
     for want in wanted:
         manifest = _manifest(want)
         for peer in workers:
-            _ship_one(arguments, want, manifest, peer)
+            _ship_one(arguments, want, manifest, peer, settings.gate.port)
     return 0
 
 
-def _not_while_it_runs(port: int, limit: float) -> None:
-    """Raise BusyError when ranks run here and no limit is given: a full-speed copy starves requests."""
+def _speed(port: int, limit: float, beside: float) -> Speed:
+    """Return what a copy may take, bytes a second: `limit`, or `beside` while ranks run here (both MB/s).
+
+    Ranks and neither of them: BusyError, for a copy at full speed starves requests. A pair that starts while
+    a copy goes on is seen within seconds.
+    """
+    asked, found = -LOOK_SECONDS, 0.0
+
+    def speed() -> float:
+        nonlocal asked, found
+        if limit or time.monotonic() - asked < LOOK_SECONDS:
+            return limit * 1e6 or found
+        first, asked, state = asked < 0, time.monotonic(), _state(port)
+        if state in RUNS and first and beside <= 0:
+            raise BusyError(
+                f"the pair is {state}: a copy at full speed would starve its requests",
+                hint="--limit 200 copies at 200 MB/s beside it; or stop it first (systemctl stop glm53-head)",
+            )
+        found = beside * 1e6 if state in RUNS else 0.0
+        return found
+
+    return speed
+
+
+def _state(port: int) -> str:
     from glm53_service.ask import ask
 
     try:
-        state = ask(port)["state"]
+        return str(ask(port)["state"])
     except UnavailableError:
-        return
-    if state in RUNS and limit <= 0:
-        raise BusyError(
-            f"the pair is {state}: a copy at full speed would starve its requests",
-            hint="--limit 200 copies at 200 MB/s beside it; or stop it first (systemctl stop glm53-head)",
-        )
+        return ""
 
 
 def _manifest(want: Want) -> Manifest:
@@ -132,17 +156,26 @@ def _manifest(want: Want) -> Manifest:
     return manifest
 
 
-def _ship_one(arguments: argparse.Namespace, want: Want, manifest: Manifest, peer: Peer) -> None:
+def _ship_one(arguments: argparse.Namespace, want: Want, manifest: Manifest, peer: Peer, port: int) -> None:
     from glm53_service.artifacts.progress import duration, gigabytes
     from glm53_service.artifacts.rates import rates_file, remember
     from glm53_service.artifacts.route import check_route
+    from glm53_service.artifacts.ship import Shipment
 
     routes = _routes(peer)
     for route in routes:
         check_route(route, any_network=arguments.any_network)
     say(f"{want.what} to {peer.node}: {'; '.join(map(str, routes))}")
-    shipment = _shipment(arguments, want, manifest, peer)
-    done = shipment.run()
+    done = Shipment(
+        want.layout,
+        manifest,
+        _target(arguments, peer, want.layout.folder),
+        streams=arguments.streams,
+        limit=_speed(port, arguments.limit, arguments.beside),
+        full=arguments.full,
+        as_json=arguments.json,
+        say=lambda text: _say_beside(arguments, text),
+    ).run()
     remember(rates_file(Path.home()), peer.node, done.bytes, done.seconds)
     what = f"{done.files} files, {gigabytes(done.bytes)}" if done.files else "nothing"
     rate = f" ({gigabytes(done.bytes / done.seconds)}/s)" if done.bytes else ""
@@ -160,27 +193,18 @@ def _ship_one(arguments: argparse.Namespace, want: Want, manifest: Manifest, pee
     result(arguments, data, text)
 
 
+def _say_beside(arguments: argparse.Namespace, text: str) -> None:
+    """Tell what goes on; a program that follows reads it in the order of the rest."""
+    if arguments.json:
+        print(json.dumps({"event": "message", "text": text}), flush=True)
+    else:
+        say(text)
+
+
 def _routes(peer: Peer) -> list[Route]:
     from glm53_service.artifacts.route import find_route
 
     return [find_route(address) for address in peer.fabric]
-
-
-def _shipment(
-    arguments: argparse.Namespace, want: Want, manifest: Manifest, peer: Peer, *, plan: bool = False
-) -> Shipment:
-    from glm53_service.artifacts.ship import Shipment
-
-    return Shipment(
-        want.layout,
-        manifest,
-        _target(arguments, peer, want.layout.folder),
-        streams=1 if plan else arguments.streams,
-        limit=0.0 if plan else arguments.limit * 1e6,
-        full=False if plan else arguments.full,
-        as_json=arguments.json,
-        say=say,
-    )
 
 
 # plan ------------------------------------------------------------------------
@@ -188,16 +212,21 @@ def _shipment(
 
 def _plan(arguments: argparse.Namespace) -> int:
     from glm53_service.artifacts.disk import SPARE_BYTES
-    from glm53_service.artifacts.plan import plan
+    from glm53_service.artifacts.look import look
+    from glm53_service.artifacts.plan import Snapshot, place_of, plan
     from glm53_service.artifacts.rates import rates_file, read_rates
 
     node, settings, wanted = _head(arguments)
     become(arguments.user, [want.layout.folder for want in wanted])
-    steps: list[Step] = []
-    for want in wanted:
-        here = _here(want, node.node)
-        workers = [_there(arguments, want, here, peer) for peer in node.followers]
-        steps += plan(want, here, workers, rates=read_rates(rates_file(Path.home())), spare=SPARE_BYTES)
+    snapshots = [
+        Snapshot(
+            want=want,
+            head=place_of(node.node, look(str(want.layout.folder))),
+            workers=[_there(arguments, want, peer) for peer in node.followers],
+        )
+        for want in wanted
+    ]
+    steps = plan(snapshots, rates=read_rates(rates_file(Path.home())), spare=SPARE_BYTES)
     lines: list[Step | ImageStep] = [*steps, *_image_steps(arguments, node, settings.image)]
     if arguments.json:
         print(json.dumps({"steps": [line.data() for line in lines]}))
@@ -208,47 +237,21 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _image_steps(arguments: argparse.Namespace, node: Node, image: str) -> tuple[ImageStep, ...]:
     from glm53_service.artifacts.images.look import Worker, image_steps
+    from glm53_service.artifacts.plan import from_head
     from glm53_service.artifacts.rates import rates_file, read_rates
 
     workers = []
     for peer in node.followers:
         launcher = _target(arguments, peer, Path("/")).launcher
-        over = "from the head, " + "; ".join(map(str, _routes(peer)))
+        over = from_head(map(str, _routes(peer)))
         workers.append(Worker(node=peer.node, ssh=launcher[: launcher.index("--") + 1], over=over))
     rates = read_rates(rates_file(Path.home()))
     return image_steps(image, node.node, workers, rates=rates, offline=arguments.offline, note=say)
 
 
-def _here(want: Want, name: str) -> Place:
-    from glm53_service.artifacts.disk import free_bytes
-    from glm53_service.artifacts.manifest import read_manifest
-    from glm53_service.artifacts.plan import Place
-    from glm53_service.artifacts.snapshot import own_word
+def _there(arguments: argparse.Namespace, want: Want, peer: Peer) -> tuple[Place, str]:
+    from glm53_service.artifacts.plan import from_head, place_of
+    from glm53_service.artifacts.ship import look_there
 
-    folder = want.layout.folder
-    manifest = read_manifest(folder)
-    there = {
-        str(path.relative_to(folder)): path.stat().st_size
-        for path in (folder.rglob("*") if folder.is_dir() else ())
-        if path.is_file() and not path.name.startswith(".")
-    }
-    return Place(
-        node=name,
-        manifest=manifest,
-        there=there,
-        free=free_bytes(folder),
-        whole=manifest is None and not own_word(want.layout),
-    )
-
-
-def _there(arguments: argparse.Namespace, want: Want, here: Place, peer: Peer) -> tuple[Place, str]:
-    from glm53_service.artifacts.manifest import Entry, Manifest
-    from glm53_service.artifacts.plan import Place
-
-    # Without a manifest the head's own files are what would be asked for.
-    manifest = here.manifest or Manifest(
-        repository="", revision="0" * 40, files=tuple(Entry(path=p, size=s) for p, s in here.there.items())
-    )
-    there, free = _shipment(arguments, want, manifest, peer, plan=True).look()
-    over = "from the head, " + "; ".join(map(str, _routes(peer)))
-    return Place(node=peer.node, manifest=None, there=there, free=free), over
+    seen = look_there(_target(arguments, peer, want.layout.folder))
+    return place_of(peer.node, seen), from_head(map(str, _routes(peer)))

@@ -6,8 +6,8 @@ import json
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
 WINDOW_SECONDS = 20.0
 """The rate shown is that of so many last seconds."""
@@ -84,29 +84,33 @@ class Progress:
         rate = max(self._moved - before, 0) / (now - since) if now > since else 0.0
         left = max(self._bytes_total - self._bytes, 0)
         seconds = round(left / rate) if rate else None
-        if self._json:
-            data = {
-                "event": event,
-                "what": self._what,
-                "files": self._files,
-                "files_total": self._files_total,
-                "bytes": self._bytes,
-                "bytes_total": self._bytes_total,
-                "bytes_per_second": round(rate),
-                "seconds_left": seconds,
-            }
-            print(json.dumps(data), file=self._out, flush=True)
-            return
-        text = (
-            f"{self._what}: {self._files} of {self._files_total} files, {gigabytes(self._bytes)} of"
-            f" {gigabytes(self._bytes_total)}, {rate / 1e6:.0f} MB/s"
-        )
-        if event == "progress":
-            text += f", {duration(seconds)} left" if seconds is not None else ", waiting"
-        print(f"{self._clear()}{text}", end="" if self._tty else "\n", file=self._out, flush=True)
+        data = {
+            "event": event,
+            "what": self._what,
+            "files": self._files,
+            "files_total": self._files_total,
+            "bytes": self._bytes,
+            "bytes_total": self._bytes_total,
+            "bytes_per_second": round(rate),
+            "seconds_left": seconds,
+        }
+        text = json.dumps(data) if self._json else f"{self._clear()}{words(data)}"
+        print(text, end="" if self._tty else "\n", file=self._out, flush=True)
 
     def _clear(self) -> str:
         return "\r\033[K" if self._tty else ""
+
+
+def words(data: Mapping[str, Any]) -> str:
+    """Return one event of a progress, as --json has it, for a person."""
+    text = (
+        f"{data['what']}: {data['files']} of {data['files_total']} files, {gigabytes(data['bytes'])} of"
+        f" {gigabytes(data['bytes_total'])}, {data['bytes_per_second'] / 1e6:.0f} MB/s"
+    )
+    if data["event"] == "done":
+        return text
+    seconds = data["seconds_left"]
+    return text + (f", {duration(seconds)} left" if seconds is not None else ", waiting")
 
 
 def gigabytes(size: float) -> str:

@@ -14,6 +14,7 @@ from glm53_service.engines.base import LABEL
 from glm53_service.errors import ArtifactError, Glm53Error, UnavailableError
 
 if TYPE_CHECKING:
+    from glm53_service.artifacts.layout import Layout
     from glm53_service.artifacts.prune import Item
 
 LONG_SECONDS = 600.0
@@ -36,7 +37,7 @@ def add_prune_verb(commands: argparse._SubParsersAction[Any]) -> None:
 def _prune(arguments: argparse.Namespace) -> int:
     from glm53_service.artifacts.progress import gigabytes
 
-    items, notes = _items(arguments)
+    items, notes, layouts = _items(arguments)
     for note in notes:
         say(f"note: {note}")
     failed = 0
@@ -52,13 +53,16 @@ def _prune(arguments: argparse.Namespace) -> int:
     text = f"{gigabytes(total):>10}  in all" + (
         "" if arguments.yes or not items else "; remove: glm53 prune --yes"
     )
-    result(arguments, {"event": "result", "items": len(items), "bytes": total, "failed": failed}, text)
+    data = {"event": "result", "items": len(items), "bytes": total, "failed": failed}
+    data |= {"folders": [str(layout.folder) for layout in layouts], "notes": notes}
+    result(arguments, data, text)
     if failed:
         raise ArtifactError(f"{failed} of {len(items)} that {word} are still there", hint="run it as root")
     return 0
 
 
-def _items(arguments: argparse.Namespace) -> tuple[list[Item], list[str]]:
+def _items(arguments: argparse.Namespace) -> tuple[list[Item], list[str], list[Layout]]:
+    """Return what may go, what a person should know, and the snapshots that are in use."""
     from glm53_service.artifacts import prune
     from glm53_service.artifacts.layout import layout_of
     from glm53_service.artifacts.sources import wants
@@ -75,10 +79,10 @@ def _items(arguments: argparse.Namespace) -> tuple[list[Item], list[str]]:
         inspected = _inspect()
         current = _in_use(inspected, reference)
     except UnavailableError as error:
-        return files, [f"images are not listed: {error.message}"]
+        return files, [f"images are not listed: {error.message}"], layouts
     if current is None:
-        return files, ["images are not listed: which image is in use here is not known"]
-    return prune.old(prune.images(inspected, reference), str(current["Id"])) + files, []
+        return files, ["images are not listed: which image is in use here is not known"], layouts
+    return prune.old(prune.images(inspected, reference), str(current["Id"])) + files, [], layouts
 
 
 def _in_use(inspected: list[dict[str, Any]], reference: str) -> dict[str, Any] | None:

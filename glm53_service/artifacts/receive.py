@@ -85,18 +85,6 @@ class Receiver:
 
     # What is there
 
-    def look(self) -> dict[str, Any]:
-        """Return what is there by name and size, and the free bytes; nothing is read, made or held."""
-        sizes = {}
-        for path in self.files:
-            with contextlib.suppress(OSError):
-                sizes[path] = (self.folder / path).stat().st_size
-        where = self.folder
-        while not where.exists():
-            where = where.parent
-        free = os.statvfs(where)
-        return {"event": "looked", "there": sizes, "free": free.f_bavail * free.f_frsize}
-
     def prepare(self) -> dict[str, int]:
         """Return the offset at which each file that is wanted goes on."""
         try:
@@ -164,7 +152,10 @@ class Receiver:
         found: dict[str, dict[str, Any]] = {}
         for name in (NAME, UNFINISHED):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                found |= {e["path"]: e for e in json.loads((self.folder / name).read_bytes())["files"]}
+                record = self.folder / name
+                since = record.stat().st_ctime_ns
+                files = json.loads(record.read_bytes())["files"]
+                found |= {e["path"]: {**e, "since": since} for e in files}
         return found
 
     def _there(self, entry: dict[str, Any], known: dict[str, dict[str, Any]]) -> bool:
@@ -176,7 +167,8 @@ class Receiver:
                 return False
             before = known.get(path, {})
             small = self._small(path)
-            if before.get("sha256") == entry["sha256"] and before.get("size") == entry["size"] and not small:
+            same = before.get("sha256") == entry["sha256"] and before.get("size") == entry["size"]
+            if same and not small and not self._touched(path, before["since"]):
                 return True
             if not small:
                 answer({"event": "checking", "path": path, "size": entry["size"]})
@@ -187,6 +179,11 @@ class Receiver:
     def _small(self, path: str) -> bool:
         """Return whether the file is hashed each time, so that nothing need be written down of it."""
         return bool(self.files[path]["size"] <= 64 << 20) and not path.endswith(".safetensors")
+
+    def _touched(self, path: str, since: int) -> bool:
+        """Say whether a file changed after its proof: it has not the head's time, and its status is newer."""
+        status = (self.folder / path).stat()
+        return bool(status.st_mtime_ns != self.times.get(path) and status.st_ctime_ns > since)
 
     def part(self, path: str) -> Path:
         """Return where an unfinished file grows; its name is of its content."""
@@ -309,12 +306,18 @@ class Receiver:
         missing = sorted(set(self.files) - self.proven)
         if missing:
             raise Fault(f"{self.folder} still lacks {', '.join(missing[:3])}", "run it again")
-        # The head's own text and times: who compares the nodes by size and time finds them equal.
+        # The head's own times and text. The manifest comes last: what changes later is newer than it.
+        for path in self.files:
+            self._retime(path)
         self._write(NAME, self.text)
+        self._retime(NAME)
         for name in (UNFINISHED, f"{UNFINISHED}.tmp"):
             (self.folder / name).unlink(missing_ok=True)
-        for path, time in self.times.items():
-            with contextlib.suppress(PermissionError):
+
+    def _retime(self, path: str) -> None:
+        time = self.times.get(path)
+        with contextlib.suppress(PermissionError):
+            if time is not None:
                 os.utime(self.folder / path, ns=(time, time))
 
 
@@ -479,9 +482,6 @@ def main() -> int:
         order = orders.next()
         folder = Path(order["folder"])
         receiver = Receiver(order)
-        if order["look"]:
-            answer(receiver.look())
-            return 0
         wanted = receiver.prepare()
         places = _listen(receiver) if wanted else []
         answer({"event": "wanted", "files": wanted, "places": places})

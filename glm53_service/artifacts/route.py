@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
+from glm53_service.artifacts.look import link
 from glm53_service.errors import BusyError, UnavailableError
 from glm53_service.run import ENVIRONMENT
 
@@ -58,12 +60,12 @@ def find_route(address: str, *, root: Path = Path("/"), run: Runner = run_ip) ->
     netdev = str(answer[0].get("dev", "")) if answer else ""
     if not netdev:
         raise UnavailableError(f"no route to {address}", hint="`ip route get` shows it; is the cable in?")
-    return Route(
-        address=address,
-        netdev=netdev,
-        kind=_kind(netdev, root),
-        megabits=_speed(root / f"sys/class/net/{netdev}"),
-    )
+    return route_of(address, netdev, link(netdev, root))
+
+
+def route_of(address: str, netdev: str, found: Mapping[str, Any]) -> Route:
+    """Return the route over a device of which /sys says `found` (look.link)."""
+    return Route(address=address, netdev=netdev, kind=_kind(netdev, found), megabits=int(found["speed"]))
 
 
 def check_route(route: Route, *, any_network: bool) -> None:
@@ -76,25 +78,11 @@ def check_route(route: Route, *, any_network: bool) -> None:
     )
 
 
-def _kind(netdev: str, root: Path) -> Kind:
-    folder = root / f"sys/class/net/{netdev}"
+def _kind(netdev: str, found: Mapping[str, Any]) -> Kind:
     if netdev == "lo":
         return Kind.LOCAL
-    if any(root.glob(f"sys/class/infiniband/*/device/net/{netdev}")):
+    if found["rdma"]:
         return Kind.FABRIC
-    if (folder / "wireless").exists() or (folder / "phy80211").exists():
+    if found["wireless"]:
         return Kind.WIFI
-    if (folder / "tun_flags").exists() or _number(folder / "type") in TUNNELS:
-        return Kind.VPN
-    return Kind.WIRE
-
-
-def _speed(folder: Path) -> int:
-    return max(_number(folder / "speed"), 0)
-
-
-def _number(path: Path) -> int:
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return 0
+    return Kind.VPN if found["tunnel"] or found["type"] in TUNNELS else Kind.WIRE

@@ -101,24 +101,52 @@ def ssh_launcher(user: str, address: str, *, port: int, key: Path, known_hosts: 
     return (*argv, f"{user}@{address}", "--", "/usr/bin/python3", "-I", "-c", shlex.quote(LOADER))
 
 
-class Pace:
-    """Keeps all streams together below so many bytes a second; 0 is no limit."""
+Speed = Callable[[], float]
+"""What a copy may take now, bytes a second; 0 is no limit. It raises BusyError when none may begin."""
 
-    def __init__(self, limit: float, clock: Callable[[], float], sleep: Callable[[float], object]) -> None:
+
+class Pace:
+    """Keeps all streams together below so many bytes a second, asked for each piece; 0 is no limit."""
+
+    def __init__(self, limit: Speed, clock: Callable[[], float], sleep: Callable[[float], object]) -> None:
         self._limit, self._clock, self._sleep = limit, clock, sleep
         self._lock = threading.Lock()
         self._free_at = clock()
 
     def wait(self, size: int) -> None:
         """Return when `size` more bytes may go."""
-        if not self._limit:
-            return
         with self._lock:
-            now = self._clock()
+            limit, now = self._limit(), self._clock()
+            if not limit:
+                return
             start = max(self._free_at, now)
-            self._free_at = start + size / self._limit
+            self._free_at = start + size / limit
         if start > now:
             self._sleep(start - now)
+
+
+def look_there(target: Target) -> dict[str, Any]:
+    """Return what look.look() sees in the target's folder; UnavailableError with ssh's own words."""
+    program = Path(__file__).with_name("look.py").read_bytes()
+    order = json.dumps({"folder": str(target.folder)}).encode()
+    done = subprocess.run(
+        target.launcher,
+        input=b"%d\n" % len(program) + program + order + b"\n",
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise _no_login(target, said[-1] if said else f"exit {done.returncode}", "it cannot be looked at")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _no_login(target: Target, said: str, what: str) -> UnavailableError:
+    return UnavailableError(
+        f"{target.node}: {what}: {said}",
+        hint=f"does `{' '.join(target.launcher[:-4])} true` work? site.yml sets up the key",
+    )
 
 
 class Shipment:
@@ -131,28 +159,22 @@ class Shipment:
         target: Target,
         *,
         streams: int = STREAMS,
-        limit: float = 0.0,
+        limit: Speed = lambda: 0.0,
         full: bool = False,
         as_json: bool = False,
-        say: Callable[[str], None],
+        say: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._layout, self._manifest, self._target = layout, manifest, target
         self._streams, self._full, self._json = streams, full, as_json
         self._say, self._clock = say, clock
-        self._pace = Pace(limit, clock, sleep)
+        self._limit, self._pace = limit, Pace(limit, clock, sleep)
         self._entries = {entry.path: entry for entry in manifest.files}
         self._secret = secrets.token_bytes(32)
         self._work: queue.Queue[tuple[str, int] | None] = queue.Queue()
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self._sent: dict[str, int] = {}
-
-    def look(self) -> tuple[dict[str, int], int]:
-        """Return the size of each of the manifest's files that is there, and the free bytes; reads only."""
-        with self._receiver(look=True):
-            answer = self._next("looked")
-        return {str(path): int(size) for path, size in answer["there"].items()}, int(answer["free"])
 
     def run(self) -> Shipped:
         """Return once every file is there and its hash is right; Glm53Error says what is in the way.
@@ -171,6 +193,7 @@ class Shipment:
             wanted, places = self._ask_what_is_wanted()
             size = sum(self._entries[path].size - offset for path, offset in wanted.items())
             if wanted:
+                self._limit()
                 self._send_all(wanted, places)
             orders(b'{"event": "end"}\n')
             done = self._next("done")
@@ -181,7 +204,7 @@ class Shipment:
     # The other end
 
     @contextlib.contextmanager
-    def _receiver(self, *, look: bool = False) -> Iterator[Callable[[bytes], None]]:
+    def _receiver(self) -> Iterator[Callable[[bytes], None]]:
         program = Path(__file__).with_name("receive.py").read_bytes()
         order = {
             "folder": str(self._target.folder),
@@ -189,9 +212,8 @@ class Shipment:
             "secret": self._secret.hex(),
             "spare": SPARE_BYTES,
             "full": self._full,
-            "look": look,
             "text": encode_manifest(self._manifest),
-            "times": {} if look else self._times(),
+            "times": self._times(),
             "manifest": msgspec.to_builtins(self._manifest),
         }
         process = subprocess.Popen(
@@ -256,10 +278,7 @@ class Shipment:
             elif event == "error":
                 raise _as_error(f"{self._target.node}: {answer['text']}", answer)
             elif event == "closed":
-                raise UnavailableError(
-                    f"{self._target.node}: the copy's other end ended: {answer['text']}",
-                    hint=f"does `{' '.join(self._target.launcher[:-4])} true` work? site.yml sets up the key",
-                )
+                raise _no_login(self._target, str(answer["text"]), "the copy's other end ended")
 
     def _ask_what_is_wanted(self) -> tuple[dict[str, int], list[tuple[str, int]]]:
         answer = self._next("wanted")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from glm53_service.artifacts.hashing import git_sha1, hash_file, hash_files
 from glm53_service.artifacts.layout import Layout
-from glm53_service.artifacts.manifest import Entry, Manifest
+from glm53_service.artifacts.manifest import NAME, Entry, Manifest
 
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100 << 20
@@ -156,8 +156,9 @@ def extra_weights(layout: Layout, manifest: Manifest) -> list[Problem]:
         Problem(
             path=path.name,
             kind=Kind.EXTRA,
-            text=f"is not part of {manifest.repository}@{manifest.revision[:12]}, and an engine may load it."
-            " Move it away",
+            text=f"is not part of {manifest.origin}, and an engine may load it. Move it away"
+            if not manifest.adopted
+            else f"came after the manifest, and an engine may load it. Move it away, or remove {NAME}",
         )
         for path in sorted(layout.folder.glob("*.safetensors"))
         if path.name not in known and not path.name.startswith(".")

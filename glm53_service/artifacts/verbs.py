@@ -30,7 +30,9 @@ def add_verbs(commands: argparse._SubParsersAction[Any]) -> None:
     download.add_argument("--user", default="", help="as root: the account that the files are to belong to")
     download.add_argument("--full", action="store_true", help="hash again what is there")
     download.add_argument("--repair", action="store_true", help="replace files that are whole but wrong")
-    download.add_argument("--offline", action="store_true", help="ask no hub: only say whether all is there")
+    download.add_argument(
+        "--offline", action="store_true", help="ask no hub; a complete folder without a manifest is hashed"
+    )
     download.add_argument("--streams", type=count, default=4, help="files at once (%(default)s)")
     verify = verb(commands, "verify", _verify, "compare what is on this disk with its manifest; reads only")
     verify.add_argument("folders", nargs="*", type=Path, help="snapshots (the head's settings name its own)")
@@ -78,7 +80,7 @@ def _download(arguments: argparse.Namespace) -> int:
     if not wanted:
         raise ArtifactError(note, hint="accept its licence in the inventory (drafter.licence), then site.yml")
     token = read_token(arguments.token_file, os.environ)
-    become(arguments.user, [want.layout.folder for want in wanted])
+    become(arguments.user, [want.layout.folder for want in wanted], adopts=arguments.offline)
     for want in wanted:
         _download_one(arguments, want, token)
     if note:
@@ -120,10 +122,11 @@ def _download_one(arguments: argparse.Namespace, want: Want, token: str | None) 
     result(arguments, data, "\n".join([text, *(f"  note: {note}" for note in outcome.notes)]))
 
 
-def become(user: str, folders: list[Path]) -> None:
+def become(user: str, folders: list[Path], *, adopts: bool = False) -> None:
     """Give root away before anything is written: files of root are what the next run cannot change.
 
-    The account is `user`, else the owner of the nearest folder that exists.
+    The account is `user`, else the owner of the nearest folder that exists. `adopts`: nothing but the
+    manifest is written, so what is root's may stay root's.
     """
     import pwd
 
@@ -138,6 +141,8 @@ def become(user: str, folders: list[Path]) -> None:
         owner = pwd.getpwnam(user) if user else pwd.getpwuid(nearest(folders[0]).stat().st_uid)
     except KeyError:
         raise UsageError(f"--user: there is no account {user!r} here") from None
+    if owner.pw_uid == 0 and adopts and not user:
+        return
     if owner.pw_uid == 0:
         raise UsageError(
             f"as root, this would make files of root in {folders[0]}",
@@ -211,4 +216,4 @@ def _verdict_text(verdict: Verdict) -> str:
         if verdict.full
         else "names, sizes and small files are right"
     )
-    return f"{verdict.folder}: {manifest.repository}@{manifest.revision[:12]}, {what}"
+    return f"{verdict.folder}: {manifest.origin}, {what}"

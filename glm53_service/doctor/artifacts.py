@@ -97,6 +97,8 @@ async def _verified(source: Source, folder: str) -> Verified:
         said = json.loads(ran.out)
         problems = tuple((str(p["kind"]), f"{p['path']}: {p['text']}") for p in said["problems"])
         content, published = said.get("content") or "", f"{said['repository']}@{str(said['revision'])[:12]}"
+        if not said["repository"]:
+            published = "hashed as found on the head"
     except (ValueError, LookupError, TypeError):
         return Verified(folder=folder, refused=(ran.err or "no answer").strip().partition("\n")[0])
     return Verified(folder=folder, content=content, published=published, problems=problems)

@@ -45,7 +45,7 @@ options:
 SHIPPED = "glm53/engine"
 """The repository of images that came from the head (glm53_service.artifacts.content.LOCAL_REPOSITORY)."""
 NETPLAN_FOLDERS = ("/run/netplan", "/etc/netplan", "/lib/netplan")
-TOOLS = ("rsync", "zstd", "ssh", "ping", "netplan", "networkctl", "systemctl", "nft", "nmcli", "nvidia-smi")
+TOOLS = ("zstd", "ssh", "ping", "netplan", "networkctl", "systemctl", "nft", "nmcli", "nvidia-smi")
 
 
 def docker_facts(image: str) -> dict[str, Any]:

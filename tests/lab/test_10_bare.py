@@ -43,6 +43,10 @@ def test_check_mode_on_bare_hosts_says_what_it_would_do_and_does_nothing(
     assert run.code == 0, run.output[-3000:]
     assert "would restart the pair" in run.output
     assert "would ask SmolLM2-135M-Instruct" in run.output
+    said = " ".join(run.output.split())
+    assert (
+        "spark-b: model: 6 files, 290.3 MB to get from the head, 10.77.0.2, a rail that is not set up" in said
+    )
     assert traces(lab) == []
 
 

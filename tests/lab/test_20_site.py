@@ -49,10 +49,13 @@ def test_ansible_runner_does_the_same(lab: Lab, pair: Pair, tmp_path: Path) -> N
 
 
 def test_check_mode_on_a_finished_pair_reports_no_change(lab: Lab, pair: Pair) -> None:
-    """Prevents a dry run that cries wolf."""
+    """Prevents a dry run that cries wolf, and one that says other things than the head's own plan."""
     before = pair.status()
     run = play(lab, "site.yml", "--check", "--diff")
     assert (run.code, run.changed) == (0, 0), run.output[-3000:]
+    plan = pair.sh(HEAD, "glm53", "artifacts", "plan", "--user", "spark").splitlines()
+    assert [line.partition(":")[0] for line in plan] == [HEAD, WORKER]
+    assert all(": all there (" in line and line in " ".join(run.output.split()) for line in plan)
     assert pair.status()["since"] == before["since"]
 
 

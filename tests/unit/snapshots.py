@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.unit.hub_server import COMMIT, git_sha1, sha256
@@ -82,3 +83,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 def hidden(folder: Path) -> set[str]:
     """Return what lies there besides the model: records, unfinished files."""
     return {str(path.relative_to(folder)) for path in folder.rglob(".*")}
+
+
+def touch_after(path: Path, record: Path, act: Callable[[], object]) -> None:
+    """Do `act` to `path` until the file system shows it to be later than `record`: its clock ticks in ms."""
+    while True:
+        act()
+        if path.stat().st_ctime_ns > record.stat().st_ctime_ns:
+            return

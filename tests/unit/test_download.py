@@ -13,11 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from glm53_service.artifacts import present
 from glm53_service.artifacts.disk import held
-from glm53_service.artifacts.download import Options, Outcome, World, download
+from glm53_service.artifacts.download import FOUND_HERE, Options, Outcome, World, download
 from glm53_service.artifacts.hub import Hub
-from glm53_service.artifacts.layout import layout_of
-from glm53_service.artifacts.manifest import NAME, UNFINISHED, read_manifest
+from glm53_service.artifacts.layout import Layout, layout_of
+from glm53_service.artifacts.manifest import NAME, UNFINISHED, Entry, read_manifest
+from glm53_service.artifacts.snapshot import Problem, check_content
 from glm53_service.artifacts.sources import Want
 from glm53_service.errors import ArtifactError, AuthError, BusyError, Glm53Error, UnavailableError
 from glm53_service.settings import Source
@@ -159,14 +161,61 @@ def test_complete_means_no_network_and_no_write(site: Site, tmp_path: Path) -> N
 def test_without_a_manifest_and_network_its_own_index_is_asked(site: Site, tmp_path: Path) -> None:
     """Prevents refusing a whole copy somebody brought on a disk, and trusting one that was cut short."""
     folder = flat(tmp_path / "m", files(site))
-    site.hub.url = "http://127.0.0.1:9"
-    assert "no hashes" in site.get(folder).notes[0]
-    assert "no hashes" in site.get(folder, offline=True).notes[0]
     (folder / SHARD).write_bytes(files(site)[SHARD][:-1])
+    url, site.hub.url = site.hub.url, "http://127.0.0.1:9"
     with pytest.raises(ArtifactError, match=rf"no hub is asked:\n.*{SHARD}: \d+ bytes, expected \d+"):
         site.get(folder, offline=True)
     with pytest.raises(UnavailableError, match=r"no answer from http://127\.0\.0\.1:9"):
         site.get(folder)
+    assert not (folder / NAME).exists()
+    (folder / SHARD).write_bytes(files(site)[SHARD])
+    outcome = site.get(folder, offline=True)
+    assert (outcome.manifest is not None, outcome.notes) == (True, (FOUND_HERE,))
+    assert outcome == site.get(folder)
+    site.hub.url = url
+
+
+def test_what_was_found_here_is_measured_by_the_hub_once_it_answers(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents a model that nobody published from passing for the hub's, and weights hashed twice for it."""
+    folder = flat(tmp_path / "m", files(site))
+    (folder / ".gitattributes").write_bytes(b"x")
+    (folder / ".cache").mkdir()
+    (folder / ".cache/note").write_bytes(b"of the hub's tools")
+    found = site.get(folder, offline=True).manifest
+    assert found is not None
+    assert found.adopted
+    assert {e.path for e in found.files} == {*files(site), ".gitattributes"}
+    assert {e.path: e.sha256 for e in found.files if e.path in files(site)} == {
+        name: sha256(data) for name, data in files(site).items()
+    }
+    read: list[str] = []
+
+    def check(layout: Layout, entry: Entry, count: Callable[[int], None]) -> Problem | None:
+        read.append(entry.path)
+        return check_content(layout, entry, count)
+
+    monkeypatch.setattr(present, "check_content", check)
+    confirmed = site.get(folder)
+    assert (confirmed.fetched, confirmed.notes) == (0, ())
+    written = read_manifest(folder)
+    assert written is not None
+    assert (written.repository, written.revision) == (REPOSITORY, COMMIT)
+    assert sorted(read) == sorted(name for name in files(site) if not name.endswith(".safetensors"))
+
+
+def test_another_file_than_the_hubs_is_found_once_it_answers(site: Site, tmp_path: Path) -> None:
+    """Prevents a rotten shard that became its own measure from staying so."""
+    rotten = bytearray(files(site)[SHARD])
+    rotten[-1] ^= 1
+    folder = flat(tmp_path / "m", {**files(site), SHARD: bytes(rotten)})
+    site.get(folder, offline=True)
+    with pytest.raises(ArtifactError, match=rf"files are there that are not those of .*\n.*{SHARD}"):
+        site.get(folder)
+    (folder / "config.json").write_bytes(b"{}")
+    with pytest.raises(ArtifactError, match=r"config\.json: 2 bytes.*\n.*remove .*manifest\.json"):
+        site.get(folder, offline=True)
 
 
 def test_a_cut_connection_goes_on_in_the_middle(

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from tests.unit.plugin_loader import load
+from tests.unit.snapshots import touch_after
 
 files = load("modules", "glm53_files")
 token = load("modules", "glm53_token")
 keys = load("modules", "glm53_authorized_key")
-manifest = load("modules", "glm53_manifest")
+weights = load("modules", "glm53_weights")
 release = load("modules", "glm53_release")
 units = load("modules", "glm53_units")
 fabric = load("modules", "glm53_fabric_apply")
@@ -106,7 +107,7 @@ def test_only_our_authorized_key_line_changes() -> None:
     assert keys.with_line(added, "glm53-lab", "") == theirs
 
 
-def test_manifest_follows_links_and_names_dangling_ones(tmp_path: Path) -> None:
+def test_a_look_follows_links_and_names_dangling_ones(tmp_path: Path) -> None:
     """Defect: a cache whose blobs are missing counts as a model of a few kilobytes."""
     blob = tmp_path / "blob"
     blob.write_bytes(b"1234")
@@ -116,14 +117,32 @@ def test_manifest_follows_links_and_names_dangling_ones(tmp_path: Path) -> None:
     for name in (".w.safetensors.0123456789abcdef.incomplete", ".glm53-manifest.unfinished.json"):
         (model / name).write_text("half")
     (model / ".weights.safetensors.aB3dE9").write_text("half")
+    (model / ".gitattributes").write_text("x")
     (model / "weights.safetensors").symlink_to(blob)
     (model / "gone.safetensors").symlink_to(tmp_path / "nothing")
-    found, dangling = manifest.entries(model)
-    assert {name: entry["size"] for name, entry in found.items()} == {"weights.safetensors": 4}
-    assert dangling == ["gone.safetensors"]
-    assert manifest.sha256(model / "weights.safetensors") == (
-        "03ac674216f3e15c761ee1a5e255f067953623c8b388b4459e13f978d7c846f4"
-    )
+    found = weights.look(str(model))
+    sizes = {name: size for name, (size, _) in found["files"].items()}
+    assert sizes == {"weights.safetensors": 4, ".gitattributes": 1}
+    assert found["dangling"] == ["gone.safetensors"]
+    assert found["parts"] == {".w.safetensors.0123456789abcdef.incomplete": 4}
+    absent = weights.look(str(tmp_path / "no/such"))
+    assert (absent["exists"], absent["files"], absent["file_system"]) == (False, {}, tmp_path.stat().st_dev)
+
+
+def test_a_look_names_what_changed_after_the_manifest(tmp_path: Path) -> None:
+    """Defect: a template that somebody edited passes for the published one; or weights are read for it."""
+    for name in ("a.safetensors", "b.safetensors", "config.json", "same.json"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / ".glm53-manifest.json").write_text("{}")
+    assert weights.look(str(tmp_path))["changed"] == []
+    record, config = tmp_path / ".glm53-manifest.json", tmp_path / "config.json"
+    touch_after(config, record, lambda: config.write_text("y"))
+    os.utime(tmp_path / "b.safetensors", (1, 1))
+    found = weights.look(str(tmp_path))
+    assert found["changed"] == ["b.safetensors", "config.json"]
+    assert found["hashes"] == {
+        "config.json": "a1fce4363854ff888cff4b8e7875d600c2682390412a8cf79b37d0b11148b0fa"
+    }
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another account")
@@ -135,11 +154,13 @@ def test_a_model_in_a_closed_home_is_not_readable(tmp_path: Path) -> None:
     home = tmp_path / "home"
     (home / "model").mkdir(parents=True)
     (home / "model/a").write_text("x")
-    assert manifest.unreadable(home / "model", ["a"], "nobody") == ""
+    folder = str(home / "model")
+    assert weights.look(folder, "nobody")["closed"] == ""
+    assert weights.look(folder, "no-such-account")["closed"] == ""
     (home / "model/a").chmod(0o600)
-    assert manifest.unreadable(home / "model", ["a"], "nobody") == str(home / "model/a")
+    assert weights.look(folder, "nobody")["closed"] == f"{folder}/a"
     home.chmod(0o750)
-    assert manifest.unreadable(home / "model", ["a"], "nobody") == str(home)
+    assert weights.look(folder, "nobody")["closed"] == str(home)
 
 
 def make_release(root: Path, name: str) -> None:

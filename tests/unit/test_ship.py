@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from glm53_service.artifacts.ship import LOADER, Pace, Shipment, Shipped, Target
 from glm53_service.artifacts.snapshot import quick_check
 from glm53_service.errors import ArtifactError, BusyError, UnavailableError
 from tests.unit.hub_server import COMMIT, sha256
-from tests.unit.snapshots import REPOSITORY, cache, contents, flat, hidden, model_files
+from tests.unit.snapshots import REPOSITORY, cache, contents, flat, hidden, model_files, touch_after
 
 RECEIVER = (sys.executable, "-I", "-c", LOADER)
 FILES = model_files(4, size=300_000)
@@ -43,7 +44,13 @@ def with_manifest(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def shipment(
-    head: Path, worker: Path, *, launcher: tuple[str, ...] = RECEIVER, limit: float = 0.0, full: bool = False
+    head: Path,
+    worker: Path,
+    *,
+    launcher: tuple[str, ...] = RECEIVER,
+    limit: Callable[[], float] = lambda: 0.0,
+    full: bool = False,
+    say: Callable[[str], object] = lambda _: None,
 ) -> Shipment:
     """Return the copy of `head` to `worker`, over two addresses as two rails are."""
     manifest = read_manifest(head)
@@ -56,7 +63,7 @@ def shipment(
         streams=3,
         limit=limit,
         full=full,
-        say=lambda _: None,
+        say=say,
     )
 
 
@@ -109,10 +116,46 @@ def test_full_hashes_what_was_proven_before(head: Path, tmp_path: Path) -> None:
     send(head, worker)
     rotten = bytearray(FILES[SHARD])
     rotten[7000] ^= 4
+    time = (worker / SHARD).stat().st_mtime_ns
     (worker / SHARD).write_bytes(rotten)
+    os.utime(worker / SHARD, ns=(time, time))
     assert send(head, worker).files == 0
     assert send(head, worker, full=True).files == 1
     assert contents(worker) == FILES
+
+
+def hashed(said: list[str]) -> list[str]:
+    """Return the weight files that the worker hashed."""
+    names = [line.split()[2].rstrip(",") for line in said if "hashing " in line]
+    return [name for name in names if name.endswith(".safetensors")]
+
+
+def test_a_file_that_was_changed_since_its_proof_is_hashed_again(head: Path, tmp_path: Path) -> None:
+    """Prevents a drafter of other bytes that no run ever mends, because its size and manifest are right.
+
+    One that only has another time stays, and is not sent: it is hashed once, whoever owns it.
+    """
+    worker = tmp_path / "worker"
+    send(head, worker)
+    other = bytearray(FILES[SHARD])
+    other[100] ^= 1
+    first, record = worker / "model-00001-of-00004.safetensors", worker / NAME
+    touch_after(first, record, lambda: os.utime(first, ns=(2, 2)))
+    (worker / SHARD).write_bytes(other)
+    os.utime(worker / SHARD, ns=(1, 1))
+    said: list[str] = []
+    again = shipment(head, worker, say=said.append)
+    assert again.run().files == 1
+    assert sorted(hashed(said)) == ["model-00001-of-00004.safetensors", SHARD]
+    assert contents(worker) == FILES
+    said.clear()
+    assert shipment(head, worker, say=said.append).run().files == 0
+    assert hashed(said) == []
+    # The state of an account that may not set times: another one than the head's, from before the proof.
+    os.utime(first, ns=(2, 2))
+    touch_after(record, first, lambda: os.utime(record))
+    assert shipment(head, worker, say=said.append).run().files == 0
+    assert hashed(said) == []
 
 
 def test_a_file_is_never_written_through_a_link(head: Path, tmp_path: Path) -> None:
@@ -142,7 +185,7 @@ def test_a_killed_copy_goes_on_where_it_stopped(head: Path, tmp_path: Path, vict
     if child == 0:
         code = 1
         try:
-            shipment(head, worker, launcher=launcher, limit=500_000).run()
+            shipment(head, worker, launcher=launcher, limit=lambda: 500_000).run()
         except UnavailableError:
             code = 7
         finally:
@@ -261,7 +304,6 @@ def test_a_stranger_on_the_fabric_cannot_write(head: Path, tmp_path: Path) -> No
         "secret": "ab" * 32,
         "spare": 0,
         "full": False,
-        "look": False,
         "text": "",
         "times": {},
         "manifest": manifest,
@@ -291,6 +333,19 @@ def test_the_worker_gets_one_command_line_of_ssh(tmp_path: Path) -> None:
     assert done.stdout == b"42\n"
 
 
+def test_a_copy_that_may_not_begin_sends_nothing(head: Path, tmp_path: Path) -> None:
+    """Prevents a refused copy that has begun, and a refusal where there is nothing to send."""
+
+    def refuse() -> float:
+        raise BusyError("the pair is serving")
+
+    with pytest.raises(BusyError, match="the pair is serving"):
+        shipment(head, tmp_path / "worker", limit=refuse).run()
+    assert contents(tmp_path / "worker") == {}
+    send(head, tmp_path / "worker")
+    assert shipment(head, tmp_path / "worker", limit=refuse).run().files == 0
+
+
 def test_the_limit_holds_for_all_streams_together() -> None:
     """Prevents eight streams that each take the limit while the pair serves."""
     now = [50.0]
@@ -301,13 +356,20 @@ def test_the_limit_holds_for_all_streams_together() -> None:
         with lock:
             slept.append(seconds)
 
-    pace = Pace(1000.0, lambda: now[0], sleep)
+    limit = 1000.0
+    pace = Pace(lambda: limit, lambda: now[0], sleep)
     for _ in range(4):
         pace.wait(500)
     assert slept == [0.5, 1.0, 1.5]
     now[0] += 10
     pace.wait(500)
     assert slept == [0.5, 1.0, 1.5]
+    limit = 100.0
+    pace.wait(50)
+    assert slept == [0.5, 1.0, 1.5, 0.5]
+    limit = 0.0
+    pace.wait(10**9)
+    assert slept == [0.5, 1.0, 1.5, 0.5]
 
 
 # Over which network

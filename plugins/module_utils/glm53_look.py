@@ -1,0 +1,1 @@
+../../glm53_service/artifacts/look.py
