@@ -49,9 +49,11 @@ def glm53_incomplete(seen: Mapping[str, Any], folders: list[Mapping[str, Any]], 
 
 
 def glm53_plan(
-    hosts: list[str], hostvars: Mapping[str, Any], folders: list[Mapping[str, Any]]
+    hosts: list[str], hostvars: Mapping[str, Any], folders: list[Mapping[str, Any]], image: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the plan for `hosts`, the head first, of which each has `__plan_seen` (glm53_weights).
+
+    `image` has its `reference`, and what a registry says of it when it was asked: `bytes`, `why`.
 
     `lines` for a person; `adopt`: the folders of the head that have no manifest; `todo`: the workers that
     something is to be done on; `extra` and `tight`: by node, what is in the way there.
@@ -70,13 +72,52 @@ def glm53_plan(
     ]
     spare = _package("artifacts.disk").SPARE_BYTES
     steps = plan.plan(snapshots, rates=seen[head]["rates"], spare=spare)
+    images = _image_steps(hosts, hostvars, image, over, seen[head]["rates"], spare)
     return {
-        "lines": [str(step) for step in steps],
+        "lines": [str(step) for step in (*steps, *images)],
         "adopt": [s.want.what for s in snapshots if s.head.manifest is None],
         "todo": [host for host in workers if any(s.node == host and not s.settled for s in steps)],
         "extra": {host: [str(s) for s in steps if s.node == host and s.extra] for host in hosts},
         "tight": {host: [str(s) for s in steps if s.node == host and not s.room] for host in hosts},
     }
+
+
+def _image_steps(
+    hosts: list[str],
+    hostvars: Mapping[str, Any],
+    image: Mapping[str, Any],
+    over: Mapping[str, str],
+    rates: Mapping[str, float],
+    spare: int,
+) -> tuple[Any, ...]:
+    """Return the image's steps; none while a docker does not answer, which other tasks complain of."""
+    plan, reference = _package("artifacts.images.plan"), _package("artifacts.images.reference")
+    dockers = {host: _plain(hostvars[host]["__glm53_found"]["docker"]) for host in hosts}
+    if not all(docker["answers"] for docker in dockers.values()):
+        return ()
+    name, (head, *workers) = str(image["reference"]), hosts
+    wanted = dockers[head]["image"]
+    tag = _package("artifacts.content").local_tag(_package("artifacts.content").image_content(wanted or {}))
+    places = {
+        host: plan.ImagePlace(
+            node=str(host),
+            inspect=wanted if host == head else docker["shipped"].get(tag) or docker["image"],
+            free=int(docker["free_bytes"]),
+        )
+        for host, docker in dockers.items()
+    }
+    pullable = reference.PULLABLE.fullmatch(name)
+    return tuple(
+        plan.plan_image(
+            name,
+            reference.parse_reference(name).registry if pullable else "",
+            image.get("bytes") or str(image.get("why") or plan.LOCAL_ONLY),
+            places[head],
+            [(places[host], over[host]) for host in workers],
+            rates=rates,
+            spare=spare,
+        )
+    )
 
 
 def _over(ways: Mapping[str, Any], worker: Mapping[str, Any], head: Mapping[str, Any]) -> str:

@@ -54,8 +54,10 @@ def test_check_mode_on_a_finished_pair_reports_no_change(lab: Lab, pair: Pair) -
     run = play(lab, "site.yml", "--check", "--diff")
     assert (run.code, run.changed) == (0, 0), run.output[-3000:]
     plan = pair.sh(HEAD, "glm53", "artifacts", "plan", "--user", "spark").splitlines()
-    assert [line.partition(":")[0] for line in plan] == [HEAD, WORKER]
-    assert all(": all there (" in line and line in " ".join(run.output.split()) for line in plan)
+    assert [line.partition(":")[0] for line in plan] == [HEAD, WORKER] * 2
+    assert [": all there (" in line for line in plan] == [True, True, False, False]
+    assert all("image" in line and ": there (" in line for line in plan[2:])
+    assert all(line in " ".join(run.output.split()) for line in plan)
     assert pair.status()["since"] == before["since"]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from glm53_service.artifacts.content import image_content, local_tag
 from glm53_service.artifacts.folders import needed_folders, unused_drafter
 from glm53_service.artifacts.look import link, look
 from glm53_service.artifacts.manifest import ADOPTED, Entry, Manifest, write_manifest
@@ -91,6 +92,10 @@ def manifest_of(files: dict[str, bytes], revision: str = COMMIT) -> Manifest:
     return Manifest(repository=REPOSITORY if revision == COMMIT else "", revision=revision, files=entries)
 
 
+IMAGE = {"reference": f"registry.example/glm@sha256:{'7' * 64}", "bytes": 26_000_000_000, "why": ""}
+BUILT: dict[str, Any] = {"Architecture": "arm64", "RootFS": {"Layers": ["sha256:1"]}, "Size": 52_000_000_000}
+
+
 def nodes(tmp_path: Path, **ways: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What is known of a head and a worker after glm53_weights has read their folders."""
     rails = {host: [{"netdev": "enp1s0f0np0", "address": f"10.9.0.{n}/24"}] for n, host in enumerate("ab", 1)}
@@ -99,7 +104,12 @@ def nodes(tmp_path: Path, **ways: dict[str, Any]) -> dict[str, dict[str, Any]]:
         # The module's answer has gone through JSON.
         looks = json.loads(json.dumps([look(str(tmp_path / host))]))
         seen = {"looks": looks, "rates": {"b": 1000.0}, "ways": {"10.9.0.2": ways.get("way", {})}}
-        found[host] = {"glm53_fabric_rails": rails[host], "__plan_seen": seen}
+        docker: dict[str, Any] = {"answers": True, "image": None, "shipped": {}, "free_bytes": 10**12}
+        found[host] = {
+            "glm53_fabric_rails": rails[host],
+            "__plan_seen": seen,
+            "__glm53_found": {"docker": docker},
+        }
     return found
 
 
@@ -107,12 +117,12 @@ def test_check_mode_says_what_is_to_be_moved_before_the_rails_are_there(tmp_path
     """Prevents a dry run on a bare pair that plans 176 GB over the office network."""
     write_manifest(flat(tmp_path / "a", FILES), manifest_of(FILES))
     way = {"netdev": "eno1", **link("eno1", tmp_path)}
-    plan = filters.glm53_plan(["a", "b"], nodes(tmp_path, way=way), [folder(tmp_path / "a")])
+    plan = filters.glm53_plan(["a", "b"], nodes(tmp_path, way=way), [folder(tmp_path / "a")], IMAGE)
     assert plan["lines"][0].startswith("a: model: all there (")
     assert "7 files, 9.4 kB to get from the head, 10.9.0.2, a rail that is not set up yet" in plan["lines"][1]
     assert (plan["adopt"], plan["todo"]) == ([], ["b"])
     way = {**way, "netdev": "enp1s0f0np0", "rdma": True, "speed": 200000}
-    plan = filters.glm53_plan(["a", "b"], nodes(tmp_path, way=way), [folder(tmp_path / "a")])
+    plan = filters.glm53_plan(["a", "b"], nodes(tmp_path, way=way), [folder(tmp_path / "a")], IMAGE)
     assert (
         "from the head, 10.9.0.2 over enp1s0f0np0 (fabric, 200 Gb/s), 9 s at the last rate"
         in plan["lines"][1]
@@ -123,20 +133,20 @@ def test_nothing_is_done_where_all_is_proven(tmp_path: Path) -> None:
     """Prevents a second run that starts copies, and one that skips a node whose weights nobody has hashed."""
     for host in "ab":
         write_manifest(flat(tmp_path / host, FILES), manifest_of(FILES))
-    plan = filters.glm53_plan(["a", "b"], nodes(tmp_path), [folder(tmp_path / "a")])
+    plan = filters.glm53_plan(["a", "b"], nodes(tmp_path), [folder(tmp_path / "a")], IMAGE)
     assert (plan["adopt"], plan["todo"], plan["extra"]["b"], plan["tight"]["b"]) == ([], [], [], [])
     (tmp_path / "b/old.safetensors").write_bytes(b"x")
     shard, record = tmp_path / "b" / SHARD, tmp_path / "b/.glm53-manifest.json"
     touch_after(shard, record, lambda: shard.write_bytes(FILES[SHARD]))
-    plan = filters.glm53_plan(["a", "b"], nodes(tmp_path), [folder(tmp_path / "a")])
+    plan = filters.glm53_plan(["a", "b"], nodes(tmp_path), [folder(tmp_path / "a")], IMAGE)
     assert plan["todo"] == ["b"]
     assert "1 files there that the head has not (old.safetensors)" in plan["extra"]["b"][0]
     for host in "ab":
         (tmp_path / host / ".glm53-manifest.json").unlink()
     (tmp_path / "b/old.safetensors").unlink()
-    plan = filters.glm53_plan(["a", "b"], nodes(tmp_path), [folder(tmp_path / "a")])
+    plan = filters.glm53_plan(["a", "b"], nodes(tmp_path), [folder(tmp_path / "a")], IMAGE)
     assert (plan["adopt"], plan["todo"]) == (["model"], ["b"])
-    assert all("to be hashed once" in line for line in plan["lines"])
+    assert all("to be hashed once" in line for line in plan["lines"] if ": image " not in line)
 
 
 def faults(path: Path, **more: Any) -> list[str]:
@@ -326,3 +336,36 @@ def test_a_copy_is_told_with_its_path() -> None:
     assert filters.glm53_shipped(results) == [
         "model on b: 2 files, 5.0 GB in 1 min 01 s, to 10.9.0.2 over x (fabric)"
     ]
+
+
+def test_the_plan_has_the_image_on_every_node(tmp_path: Path) -> None:
+    """Prevents a dry run that is silent on 25 GB, and one that ships what a worker has under another name."""
+    for host in "ab":
+        write_manifest(flat(tmp_path / host, FILES), manifest_of(FILES))
+    known = nodes(tmp_path, way={"netdev": "enp1s0f0np0", "rdma": True, "speed": 200000})
+
+    def lines(image: dict[str, Any] = IMAGE) -> list[str]:
+        found = filters.glm53_plan(["a", "b"], known, [folder(tmp_path / "a")], image)["lines"]
+        return [line for line in found if ": image " in line]
+
+    name, over = IMAGE["reference"], "from the head, 10.9.0.2 over enp1s0f0np0 (fabric, 200 Gb/s)"
+    assert lines() == [
+        f"a: image {name}: 26.0 GB to pull from registry.example",
+        f"b: image {name}: 26.0 GB to ship {over}",
+    ]
+    unknown = lines({**IMAGE, "bytes": 0, "why": "no registry is asked"})
+    assert unknown[0].endswith("size unknown (no registry is asked) to pull from registry.example")
+    assert "it is no image of a registry) to build" in lines({"reference": "glm53/built:0a1b2c3d4e5f"})[0]
+    dockers = {host: known[host]["__glm53_found"]["docker"] for host in "ab"}
+    dockers["a"]["image"] = BUILT
+    dockers["b"]["free_bytes"] = 60_000_000_000
+    assert lines() == [
+        f"a: image {name}: there (52.0 GB)",
+        f"b: image {name}: 52.0 GB to ship {over}; THERE IS NO ROOM FOR IT",
+    ]
+    dockers["b"]["shipped"] = {local_tag(image_content(BUILT)): {**BUILT, "Id": "sha256:other"}}
+    assert lines()[1] == f"b: image {name}: there (52.0 GB)"
+    dockers["b"] |= {"shipped": {}, "image": {**BUILT, "RootFS": {"Layers": ["sha256:2"]}}}
+    assert "to ship" in lines()[1]
+    dockers["b"]["answers"] = False
+    assert lines() == []

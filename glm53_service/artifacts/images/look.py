@@ -14,7 +14,7 @@ from glm53_service.artifacts.content import image_content, local_tag
 from glm53_service.artifacts.disk import SPARE_BYTES, free_bytes
 from glm53_service.artifacts.images.credentials import docker_login
 from glm53_service.artifacts.images.engine import Engine
-from glm53_service.artifacts.images.plan import ImagePlace, ImageStep, plan_image
+from glm53_service.artifacts.images.plan import LOCAL_ONLY, ImagePlace, ImageStep, plan_image
 from glm53_service.artifacts.images.reference import PULLABLE, parse_reference
 from glm53_service.artifacts.images.size import manifest_size
 from glm53_service.errors import CommandError, Glm53Error, UnavailableError
@@ -59,7 +59,7 @@ async def _steps(
     try:
         daemon, inspect = await engine.daemon(), await engine.image(image)
         registry = ""
-        size: int | str = "it is no image of a registry"
+        size: int | str = LOCAL_ONLY
         if PULLABLE.fullmatch(image):
             reference = parse_reference(image)
             registry = reference.registry

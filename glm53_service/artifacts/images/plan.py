@@ -12,6 +12,9 @@ from glm53_service.artifacts.progress import duration, gigabytes
 REGISTRY = "registry"
 """What the pull is called among the rates."""
 
+LOCAL_ONLY = "it is no image of a registry"
+"""Why there is no size for an image that can only be here: a local build, or a tag."""
+
 UNPACKED = 2
 """While an image is loaded it is on the disk twice: the stream, and its layers."""
 
