@@ -25,9 +25,9 @@ from tests.lab.conftest import HEAD, WORKER, Pair, Run, play, until
 TOKEN = "/root/registry-token"
 LOGIN = ("--user", ACCOUNT, "--registry-user", USER, "--token-file", TOKEN)
 NO_WAY = "table inet lab_no_way { chain out { type filter hook output priority 0; tcp dport 5000 reject; }; }"
-HELD = "/run/lab-held"
+PIPE = "/run/lab-held.pipe"
 HOLDER = f"""#!/bin/sh
-/usr/bin/zstd "$@" | {{ head -c 3000000; touch {HELD}; exec cat {HELD}.pipe; }}
+/usr/bin/zstd "$@" | {{ head -c 3000000; exec cat {PIPE}; }}
 """
 
 
@@ -240,22 +240,26 @@ def test_a_ship_that_is_killed_goes_well_the_next_time(shop: Shop) -> None:
     on_head = shop.inspect(HEAD, image)
     assert on_head is not None
     tag = local_tag(image_content(on_head))
-    before = shop.pair.sh(WORKER, "docker", "image", "ls", "--quiet", "--no-trunc")
-    held = f"mkfifo {HELD}.pipe; printf '%s' '{HOLDER}' > /usr/local/bin/zstd; chmod 755 /usr/local/bin/zstd"
+    listing = ("docker", "image", "ls", "--all", "--quiet", "--no-trunc")
+    before = sorted(shop.pair.sh(WORKER, *listing).split())
+    held = f"mkfifo {PIPE}; printf '%s' '{HOLDER}' > /usr/local/bin/zstd; chmod 755 /usr/local/bin/zstd"
     shop.pair.sh(WORKER, "sh", "-c", held)
     argv, environment = playbook(shop.pair.lab, "playbooks/artifacts.yml", *shop.variables(image, "head"))
     with subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         until(
-            lambda: shop.pair.lab.exec(WORKER, ["test", "-e", HELD], check=False).returncode == 0,
+            lambda: shop.pair.lab.exec(WORKER, ["pgrep", "-f", f"cat {PIPE}"], check=False).returncode == 0,
             "half of it",
         )
         shop.pair.sh(
-            WORKER, "sh", "-c", f"rm /usr/local/bin/zstd; kill -9 $(pgrep -f '{HELD}[.]pipe|[d]ocker load')"
+            WORKER,
+            "sh",
+            "-c",
+            f"rm /usr/local/bin/zstd; kill -9 $(pgrep -f '[c]at {PIPE}|[d]ocker load --quiet')",
         )
         output, _ = process.communicate(timeout=120)
     assert process.returncode != 0, output[-3000:]
     assert shop.inspect(WORKER, tag) is None
-    assert shop.pair.sh(WORKER, "docker", "image", "ls", "--quiet", "--no-trunc") == before
+    assert sorted(shop.pair.sh(WORKER, *listing).split()) == before
     run = shop.play(image)
     assert run.code == 0, run.output[-3000:]
     there = shop.inspect(WORKER, tag)
