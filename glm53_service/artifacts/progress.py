@@ -102,15 +102,19 @@ class Progress:
 
 
 def words(data: Mapping[str, Any]) -> str:
-    """Return one event of a progress, as --json has it, for a person."""
+    """Return one event of a progress, as --json has it, for a person; it counts files, or layers."""
+    unit = "layers" if "layers" in data else "files"
+    of = f" of {gigabytes(data['bytes_total'])}" if data["bytes_total"] is not None else ""
     text = (
-        f"{data['what']}: {data['files']} of {data['files_total']} files, {gigabytes(data['bytes'])} of"
-        f" {gigabytes(data['bytes_total'])}, {data['bytes_per_second'] / 1e6:.0f} MB/s"
+        f"{data['what']}: {data[unit]} of {data[f'{unit}_total']} {unit}, {gigabytes(data['bytes'])}{of},"
+        f" {data['bytes_per_second'] / 1e6:.0f} MB/s"
     )
     if data["event"] == "done":
         return text
     seconds = data["seconds_left"]
-    return text + (f", {duration(seconds)} left" if seconds is not None else ", waiting")
+    return text + (
+        f", {duration(seconds)} left" if seconds is not None else f", {data.get('doing') or 'waiting'}"
+    )
 
 
 def gigabytes(size: float) -> str:

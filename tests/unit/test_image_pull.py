@@ -403,6 +403,7 @@ def test_what_is_shown_says_how_far_and_how_long(clock: list[float]) -> None:
         "bytes_total": 4000,
         "bytes_per_second": 100,
         "seconds_left": 20,
+        "doing": "Downloading (a)",
     }
     assert (last["bytes_per_second"], last["seconds_left"]) == (5, 200)
     assert word == {"event": "message", "text": "a word"}

@@ -9,18 +9,12 @@ from collections.abc import Callable
 from typing import TextIO
 
 from glm53_service.artifacts.images.layers import Layers
-from glm53_service.artifacts.progress import (
-    LINE_SECONDS,
-    TTY_SECONDS,
-    WINDOW_SECONDS,
-    duration,
-    gigabytes,
-)
+from glm53_service.artifacts.progress import LINE_SECONDS, TTY_SECONDS, WINDOW_SECONDS, words
 
 
 class Show:
     """Lines as artifacts.progress has them; with `as_json` one object a line on `out`, keys `event layers
-    layers_total bytes bytes_total bytes_per_second seconds_left`; what is not known is null.
+    layers_total bytes bytes_total bytes_per_second seconds_left doing`; what is not known is null.
     """
 
     def __init__(
@@ -54,25 +48,19 @@ class Show:
         rate = (layers.bytes - before) / (now - since) if now > since else 0.0
         left = max(size - layers.bytes, 0) if size is not None else None
         seconds = round(left / rate) if rate and left is not None else None
-        if self._json:
-            data = {
-                "event": "progress",
-                "what": "image",
-                "layers": layers.done,
-                "layers_total": layers.total,
-                "bytes": layers.bytes,
-                "bytes_total": size,
-                "bytes_per_second": round(rate),
-                "seconds_left": seconds,
-            }
-            print(json.dumps(data), file=self._out, flush=True)
-            return
-        of = f" of {gigabytes(size)}" if size is not None else ""
-        text = (
-            f"image: {layers.done} of {layers.total} layers, {gigabytes(layers.bytes)}{of},"
-            f" {rate / 1e6:.0f} MB/s, {layers.doing if seconds is None else duration(seconds) + ' left'}"
-        )
-        print(f"{self._clear()}{text}", end="" if self._tty else "\n", file=self._out, flush=True)
+        data = {
+            "event": "progress",
+            "what": "image",
+            "layers": layers.done,
+            "layers_total": layers.total,
+            "bytes": layers.bytes,
+            "bytes_total": size,
+            "bytes_per_second": round(rate),
+            "seconds_left": seconds,
+            "doing": layers.doing,
+        }
+        text = json.dumps(data) if self._json else f"{self._clear()}{words(data)}"
+        print(text, end="" if self._tty else "\n", file=self._out, flush=True)
 
     def _clear(self) -> str:
         return "\r\033[K" if self._tty else ""
