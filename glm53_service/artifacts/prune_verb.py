@@ -76,23 +76,30 @@ def _items(arguments: argparse.Namespace) -> tuple[list[Item], list[str], list[L
         layouts = layouts or [want.layout for want in wants(settings)]
     files = prune.caches(arguments.state) + prune.file_items(layouts, time.time())
     try:
-        inspected = _inspect()
-        current = _in_use(inspected, reference)
+        ranks, inspected = _ranks(), _inspect()
     except UnavailableError as error:
         return files, [f"images are not listed: {error.message}"], layouts
+    # What is served may be older than the settings: whatever a rank here has by name stays.
+    said = json.dumps(ranks)
+    files = [item for item in files if json.dumps(item.name)[1:-1] not in said]
+    current = _current(inspected, reference or (ranks[0]["Image"] if ranks else ""))
     if current is None:
         return files, ["images are not listed: which image is in use here is not known"], layouts
-    return prune.old(prune.images(inspected, reference), str(current["Id"])) + files, [], layouts
+    images = prune.old(prune.images(inspected, reference), str(current["Id"]))
+    used = {rank["Image"] for rank in ranks}
+    return [image for image in images if image.name not in used] + files, [], layouts
 
 
-def _in_use(inspected: list[dict[str, Any]], reference: str) -> dict[str, Any] | None:
-    """Return the image of the settings; on a worker, which has none, that of the rank that runs."""
+def _ranks() -> list[dict[str, Any]]:
+    """Return `docker inspect` of the ranks that run here."""
+    ids = _docker("ps", "--quiet", "--no-trunc", "--filter", f"label={LABEL}.cluster").split()
+    return list(json.loads(_docker("inspect", *ids))) if ids else []
+
+
+def _current(inspected: list[dict[str, Any]], reference: str) -> dict[str, Any] | None:
+    """Return the image of that name or id, None when it is not here."""
     from glm53_service.artifacts.images.reference import familiar
 
-    if not reference:
-        label = f"label={LABEL}.cluster"
-        ranks = _docker("ps", "--quiet", "--no-trunc", "--filter", label).split()
-        reference = json.loads(_docker("inspect", ranks[0]))[0]["Image"] if ranks else ""
     wanted = {reference, familiar(reference)}
     for image in inspected:
         names = [*(image.get("RepoTags") or []), *(image.get("RepoDigests") or []), image["Id"]]

@@ -138,6 +138,7 @@ class Docker:
         self.images = {image["Id"]: image for image in found}
         self.used: set[str] = set()
         self.ranks: dict[str, str] = {}
+        self.arguments: list[str] = []
         self.calls: list[tuple[str, ...]] = []
 
     def __call__(self, *argv: str) -> str:
@@ -145,7 +146,7 @@ class Docker:
         if argv[0] == "ps":
             return "\n".join(self.ranks)
         if argv[0] == "inspect":
-            return json.dumps([{"Image": self.ranks[argv[1]]}])
+            return json.dumps([{"Image": self.ranks[name], "Args": self.arguments} for name in argv[1:]])
         if argv[:2] == ("image", "ls"):
             return "\n".join(self.images)
         if argv[:2] == ("image", "inspect"):
@@ -279,6 +280,28 @@ def test_a_worker_lists_images_only_while_its_rank_says_which_is_in_use(
     assert run(*argv) == 0
     listed = [line.split()[3] for line in capsys.readouterr().out.splitlines() if " image " in line]
     assert listed == ["sha256:w2", "sha256:w3"]
+
+
+def test_what_a_rank_runs_with_stays_whatever_the_settings_say(
+    site: tuple[list[str], Docker], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prevents the loss of what is served, when other settings came and nobody has restarted yet."""
+    argv, docker = site
+    for number, name in enumerate(("served", "before", "older")):
+        folder = flat(tmp_path / "models" / name, {"config.json": b"{}"})
+        write_manifest(folder, Manifest(repository="unit-lab/x", revision=COMMIT, files=()))
+        aged(folder, 50 - number)
+    new = str(tmp_path / "models/older")
+
+    def listed() -> set[str]:
+        run(*argv, new)
+        lines = capsys.readouterr().out.splitlines()
+        return {Path(line.split()[3]).name for line in lines if " in all" not in line}
+
+    assert {"served", "sha256:oldest"} <= listed()
+    docker.ranks = {"c0ffee": "sha256:oldest", "beef": "sha256:before"}
+    docker.arguments = ["serve", str(tmp_path / "models/served"), "--port", "8888"]
+    assert listed() == {"third-1", "now-1", "before-1"}
 
 
 def test_what_docker_will_not_give_is_named(
