@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,9 +62,17 @@ def token_file(root: Path, mode: int = 0o600, text: str = TOKEN) -> Path:
     return path
 
 
-def test_download_as_a_program_shows_no_token_anywhere(hub: HubServer, tmp_path: Path) -> None:
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A folder that every account may enter. pytest's own is closed again by the next pytest that starts."""
+    with tempfile.TemporaryDirectory(prefix="glm53-unit-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_download_as_a_program_shows_no_token_anywhere(hub: HubServer, open_path: Path) -> None:
     """Prevents the token in argv, environment, output or files; and an exit code that says nothing."""
-    model = tmp_path / "models/m"
+    model = open_path / "models/m"
     argv = [
         *(
             sys.executable,
@@ -71,15 +80,11 @@ def test_download_as_a_program_shows_no_token_anywhere(hub: HubServer, tmp_path:
             PROGRAM,
             "--debug",
             "--etc",
-            str(etc(tmp_path, model)),
+            str(etc(open_path, model)),
         ),
-        *("download", "--json", "--token-file", str(token_file(tmp_path))),
+        *("download", "--json", "--token-file", str(token_file(open_path))),
         *(("--user", "nobody") if os.geteuid() == 0 else ()),
     ]
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:3]:
-        if str(parent).startswith("/tmp/"):
-            parent.chmod(0o755)
     environment = {"PATH": os.environ["PATH"], "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_wrong_from_env"}
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -87,9 +92,9 @@ def test_download_as_a_program_shows_no_token_anywhere(hub: HubServer, tmp_path:
     assert (result["fetched"], result["files"]) == (7, 7)
     assert contents(model) == hub.repositories[REPOSITORY].files
     assert TOKEN not in done.stdout + done.stderr + " ".join(argv)
-    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.name != "token" and TOKEN in _text(p)]
+    assert not [p for p in open_path.rglob("*") if p.is_file() and p.name != "token" and TOKEN in _text(p)]
     if os.geteuid() == 0:
-        assert {path.owner() for path in (tmp_path / "models").rglob("*")} == {"nobody"}
+        assert {path.owner() for path in (open_path / "models").rglob("*")} == {"nobody"}
 
 
 def _text(path: Path) -> str:
