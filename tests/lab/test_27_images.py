@@ -202,6 +202,29 @@ def test_a_pull_that_is_killed_goes_well_the_next_time(shop: Shop) -> None:
     assert shop.inspect(HEAD, image) is not None
 
 
+def test_the_base_of_an_image_that_is_built_is_pulled_like_any_image(shop: Shop) -> None:
+    """Prevents a base that only an owner's own `docker pull` brings, without a login and without a sign."""
+    base = shop.image("lab/base")
+    (shop.folder / "overlay").mkdir()
+    (shop.folder / "overlay/unit.py").write_text("")
+    build = {"base": base, "overlay": str(shop.folder / "overlay")}
+    asked = ("-e", json.dumps({"glm53_image_build": build}))
+    never = shop.play("", *asked, pull="never")
+    assert never.code != 0
+    assert f"Found: no image {base} in docker on {HEAD}, and no registry is asked" in never.output
+    checked = shop.play("", *asked, "--check")
+    assert checked.code == 0, checked.output[-3000:]
+    assert f"would pull {base} (0.01 GB) on {HEAD} from {shop.registry.name}" in checked.output
+    assert "would build glm53/built:" in checked.output
+    assert shop.inspect(HEAD, base) is None
+    run = shop.play("", *asked)
+    assert shop.inspect(HEAD, base) is not None
+    # It has no shell to build with: the build ends there, and nothing has a name.
+    assert run.code != 0
+    assert "The images of before and the pair are as they were" in run.output
+    assert shop.pair.sh(HEAD, "docker", "image", "ls", "--quiet", "glm53/built") == ""
+
+
 def test_never_asks_nobody_and_all_asks_for_itself(shop: Shop) -> None:
     """Prevents a question to a registry from a machine that must not, and a worker that waits for a copy that
     it could have had; one without a way out gets it shipped.
