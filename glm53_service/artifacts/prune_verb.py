@@ -65,6 +65,7 @@ def _items(arguments: argparse.Namespace) -> tuple[list[Item], list[str], list[L
     """Return what may go, what a person should know, and the snapshots that are in use."""
     from glm53_service.artifacts import prune
     from glm53_service.artifacts.layout import layout_of
+    from glm53_service.artifacts.served import NAME, noted_image
     from glm53_service.artifacts.sources import wants
     from glm53_service.settings import read_settings
 
@@ -82,11 +83,11 @@ def _items(arguments: argparse.Namespace) -> tuple[list[Item], list[str], list[L
     # What is served may be older than the settings: whatever a rank here has by name stays.
     said = json.dumps(ranks)
     files = [item for item in files if json.dumps(item.name)[1:-1] not in said]
-    current = _current(inspected, reference or (ranks[0]["Image"] if ranks else ""))
+    used = [*(str(rank["Image"]) for rank in ranks), noted_image(arguments.state / NAME)]
+    current = _current(inspected, reference or used[0])
     if current is None:
         return files, ["images are not listed: which image is in use here is not known"], layouts
     images = prune.old(prune.images(inspected, reference), str(current["Id"]))
-    used = {rank["Image"] for rank in ranks}
     return [image for image in images if image.name not in used] + files, [], layouts
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from glm53_service.artifacts.content import LOCAL_REPOSITORY
+from glm53_service.artifacts.served import FILE, noted_image
 from glm53_service.engines.base import GpuMode
 from glm53_service.errors import CommandError, UnavailableError
 from glm53_service.fabric.environment import rank_environment
@@ -95,7 +96,7 @@ async def gather(node: Node, *, image: str, cuda: bool, runner: Runner, root: Pa
     fabric = await probe(node.me.fabric, rdma=cuda, runner=runner, root=root, wishes=node.me.wishes)
     if fabric.trouble:
         raise UnavailableError(fabric.trouble.text, hint=fabric.trouble.fix)
-    reference = image or await _shipped(runner)
+    reference = image or noted_image(root / FILE) or await _shipped(runner)
     master = node.lead.fabric[0]
     gpus = node.gpu_mode if cuda else None
     made = container(fabric, image=reference, rank=node.rank, world=len(node.nodes), master=master, gpus=gpus)

@@ -12,6 +12,7 @@ from glm53_service.artifacts.built import drift
 from glm53_service.artifacts.content import LOCAL_REPOSITORY, image_content
 from glm53_service.artifacts.folders import needed_folders
 from glm53_service.artifacts.layout import layout_of
+from glm53_service.artifacts.served import FILE, read_note
 from glm53_service.artifacts.snapshot import Kind
 from glm53_service.doctor.finding import Finding, Noun, error, good, info, warning
 from glm53_service.doctor.source import Source
@@ -110,7 +111,10 @@ def _below(model: str, tests: tuple[str, ...]) -> tuple[str, ...]:
 
 
 async def _image(source: Source, reference: str) -> dict[str, Any]:
-    """Return the inspect of the settings' image; on a worker, of the newest that came from the head."""
+    """Return the inspect of the settings' image; on a worker, of the one that its rank had last, else of the
+    newest that came from the head.
+    """
+    reference = reference or read_note(source.read(FILE))
     if not reference:
         listed = await source.run("docker", "image", "ls", "--quiet", "--no-trunc", LOCAL_REPOSITORY)
         reference = next(iter(listed.out.split()), "")
@@ -224,4 +228,4 @@ def parity(found: Artifacts) -> dict[str, str]:
     }
 
 
-NOUN = Noun(name="artifacts", read=read, check=check, parity=parity)
+NOUN = Noun(name="artifacts", read=read, check=check, parity=parity, files=(FILE,))

@@ -17,6 +17,7 @@ from glm53_service.artifacts.content import image_content, local_tag
 from glm53_service.artifacts.draft import read_draft_files
 from glm53_service.artifacts.kernels import cache_folder, open_cache
 from glm53_service.artifacts.ready import check_model
+from glm53_service.artifacts.served import note_image
 from glm53_service.docker import DockerApi, remove_ours
 from glm53_service.drafter import DrafterKind, check_files
 from glm53_service.engines.base import Engine, GpuMode, Launch, Line, LineKind, Place
@@ -289,12 +290,22 @@ class Rank:
                 continue
             content = image_content(inspect)
             if content == launch.image_content:
+                self._note(str(inspect["Id"]))
                 return str(inspect["Id"])
             found = (
                 f"image {reference} differs from the head's: {content[:19]} here,"
                 f" {launch.image_content[:19]} there"
             )
         raise UnavailableError(found, hint="run site.yml: it ships the head's image")
+
+    def _note(self, image: str) -> None:
+        try:
+            note_image(self._world.state, image)
+        except OSError as error:
+            raise UnavailableError(
+                f"{self._world.state} cannot be written: {error.strerror}",
+                hint="it belongs to user glm53; is the disk full?",
+            ) from None
 
     def _check_drafter(self, launch: Launch) -> None:
         choice = launch.choice

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from glm53_service.artifacts.served import FILE
 from glm53_service.bandwidth import command
 from glm53_service.bandwidth.command import Wish, measure, refuse_when_busy, show_command
 from glm53_service.bandwidth.gather import MARK, Gathered, gather
@@ -272,10 +273,17 @@ PRINTED = (
 
 
 def gathered(
-    tmp_path: Path, printed: str, *, host: int = 1, image: str = "", cuda: bool = True, mode: str = "gpus"
+    tmp_path: Path,
+    printed: str,
+    *,
+    host: int = 1,
+    image: str = "",
+    cuda: bool = True,
+    mode: str = "gpus",
+    noted: str = "",
 ) -> tuple[Gathered, list[str]]:
     """Return one node's part of an all-gather, and the docker command that it ran."""
-    source = healthy(host).source(tmp_path)
+    source = healthy(host, more={FILE: noted} if noted else {}).source(tmp_path)
     ran: list[str] = []
 
     async def runner(given: Sequence[str]) -> str:
@@ -306,6 +314,8 @@ def test_the_all_gather_runs_as_a_rank_does(tmp_path: Path) -> None:
     assert ran[ran.index("--pull") + 1] == "never"
     assert {"--rm", "memlock=-1:-1", "/dev/infiniband"} <= set(ran)
     assert ran[-3:-1] == ["sha256:77", "-c"]  # the one that came from the head
+    _, ran = gathered(tmp_path / "2", PRINTED % ("true", "17.5"), host=2, noted='{"id": "sha256:served"}')
+    assert ran[-3] == "sha256:served", "of several that came, the one that its rank had"
     assert int(variables["BYTES"]) <= 64 * 1024 * 1024
 
 

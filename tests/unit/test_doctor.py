@@ -13,6 +13,7 @@ import pytest
 
 from glm53_service import cli
 from glm53_service.artifacts.built import built_labels, built_reference
+from glm53_service.artifacts.served import FILE
 from glm53_service.doctor import artifacts, daemons, kernels, memory, ports, service
 from glm53_service.doctor.examination import Examination, compare, examine, exit_code, table
 from glm53_service.doctor.finding import Finding, Level
@@ -375,6 +376,13 @@ def test_a_folder_that_verify_cannot_judge_is_no_error(tmp_path: Path) -> None:
     assert (finding.level, finding.measured) == (Level.INFO, f"{MODEL}: glm53: it is no manifest")
 
 
+NOTED = {FILE: '{"id": "sha256:77"}\n'}
+NEXT_CAME: Commands = {
+    ("docker", "image", "ls", "--quiet", "--no-trunc", "glm53/engine"): (0, "sha256:88\nsha256:77\n"),
+    ("docker", "image", "inspect", "sha256:88"): (0, json.dumps([{"RootFS": {"Layers": ["sha256:l2"]}}])),
+}
+"""A worker that has the next release's image besides the one that its rank runs with."""
+
 SMALL = [Device(d.hca, d.netdev, d.address, mtu=1500) for d in twins(2)]
 
 
@@ -393,6 +401,8 @@ SMALL = [Device(d.hca, d.netdev, d.address, mtu=1500) for d in twins(2)]
         (healthy(2, says={("docker", "image", "inspect", "sha256:77"):
                           (0, json.dumps([{"Architecture": "arm64", "RootFS": {"Layers": ["sha256:l2"]}}]))}),
          "error parity.image", "spark-b has"),
+        (healthy(2, more=NOTED, says=NEXT_CAME), None, ""),
+        (healthy(2, says=NEXT_CAME), "error parity.image", "spark-b has"),
         (healthy(2, says={WEIGHTS: (0, "config.json 1201\n")}),
          "error parity.weights", "spark-b has"),
         (healthy(2, says=verify_says(content="0ther0000000")),

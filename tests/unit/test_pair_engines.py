@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from glm53_service.artifacts.served import noted_image
 from glm53_service.engines.tensorfold_log import NCCL_MEMORY
 from tests.unit.doubles import FakeContainer
 from tests.unit.fixtures import value
@@ -166,6 +167,11 @@ def test_a_build_lock_of_a_killed_build_goes(tmp_path: Path) -> None:
     async def story(pair: Pair) -> None:
         await pair.both_serve()
         (cache,) = (tmp_path / "b/cache").iterdir()
+        for node in "ab":
+            made = pair.docker[node].containers[pair.docker[node].running()[0]].spec.image
+            assert noted_image(tmp_path / node / "image.json") == made, (
+                "whoever looks later needs no settings"
+            )
         locks = [
             cache / "torch_extensions/kernels/lock",
             cache / "torch_extensions/py312_cu130/kernels/lock",

@@ -13,6 +13,7 @@ from glm53_service.artifacts import prune_verb
 from glm53_service.artifacts.layout import layout_of
 from glm53_service.artifacts.manifest import Manifest, write_manifest
 from glm53_service.artifacts.prune import Item, Kind, file_items, images, old
+from glm53_service.artifacts.served import note_image
 from glm53_service.errors import UnavailableError
 from tests.unit.doubles import settings_text
 from tests.unit.hub_server import COMMIT
@@ -263,7 +264,7 @@ def test_a_pulled_image_is_known_as_docker_writes_it(
     assert (listed, said.err) == (["sha256:p2", "sha256:p3"], "")
 
 
-def test_a_worker_lists_images_only_while_its_rank_says_which_is_in_use(
+def test_a_worker_lists_images_once_its_rank_said_which_is_in_use(
     site: tuple[list[str], Docker], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Prevents the loss of a worker's image after going back: it has no settings to name it."""
@@ -276,10 +277,13 @@ def test_a_worker_lists_images_only_while_its_rank_says_which_is_in_use(
     said = capsys.readouterr()
     assert "which image is in use here is not known" in said.err
     assert "sha256:" not in said.out
-    docker.ranks = {"c0ffee": "sha256:w1"}
-    assert run(*argv) == 0
-    listed = [line.split()[3] for line in capsys.readouterr().out.splitlines() if " image " in line]
-    assert listed == ["sha256:w2", "sha256:w3"]
+    for running in (True, False):
+        docker.ranks = {"c0ffee": "sha256:w1"} if running else {}
+        if not running:
+            note_image(tmp_path / "state", "sha256:w1")
+        assert run(*argv) == 0
+        listed = [line.split()[3] for line in capsys.readouterr().out.splitlines() if " image " in line]
+        assert listed == ["sha256:w2", "sha256:w3"]
 
 
 def test_what_a_rank_runs_with_stays_whatever_the_settings_say(
