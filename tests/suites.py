@@ -30,9 +30,9 @@ class Suite:
 
 SUITES = (
     Suite(name="lint", argv=("make", "--no-print-directory", "lint"), budget_minutes=5),
-    Suite(name="unit", argv=(PYTHON, "-m", "pytest", "tests/unit"), budget_minutes=6),
+    Suite(name="unit", argv=(PYTHON, "-m", "pytest", "tests/unit"), budget_minutes=7),
     Suite(name="lab build", argv=(PYTHON, "-m", "lab", "build"), budget_minutes=10),
-    Suite(name="lab", argv=(PYTHON, "-m", "pytest", "tests/lab", "-vv"), budget_minutes=48),
+    Suite(name="lab", argv=(PYTHON, "-m", "pytest", "tests/lab", "-vv"), budget_minutes=52),
 )
 
 
