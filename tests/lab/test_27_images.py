@@ -94,13 +94,15 @@ def registry(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reg
 
 
 @pytest.fixture
-def shop(lab: Lab, pair: Pair, registry: Registry, tmp_path: Path) -> Shop:
-    """The registry, its certificate on both hosts, its token on the head."""
+def shop(lab: Lab, pair: Pair, registry: Registry, tmp_path: Path) -> Iterator[Shop]:
+    """The registry, its certificate and its token on both hosts, which have neither afterwards."""
     for host in (HEAD, WORKER):
         folder = f"/etc/docker/certs.d/{registry.name}"
         pair.sh(host, "sh", "-c", f"mkdir -p {folder} && echo '{registry.certificate}' > {folder}/ca.crt")
         pair.sh(host, "sh", "-c", f"umask 077 && echo {SECRET} > {TOKEN}")
-    return Shop(pair=pair, registry=registry, folder=tmp_path)
+    yield Shop(pair=pair, registry=registry, folder=tmp_path)
+    for host in (HEAD, WORKER):
+        pair.sh(host, "rm", "-r", "/etc/docker/certs.d", TOKEN)
 
 
 def leaks(pair: Pair, host: str) -> str:
