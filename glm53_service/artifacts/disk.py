@@ -103,12 +103,21 @@ def held(folder: Path) -> Iterator[None]:
     flock(2) on the folder itself: no file is left, and a killed holder holds nothing.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with alone(descriptor, f"{folder} is being filled by another run"):
+        yield
+
+
+@contextlib.contextmanager
+def alone(descriptor: int, busy: str) -> Iterator[None]:
+    """Hold the lock on an open file or folder, and close it afterwards; BusyError says `busy`, and by which
+    process.
+    """
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BusyError(
-                f"{folder} is being filled by another run{holder(descriptor)}",
+                f"{busy}{holder(descriptor)}",
                 hint="wait until it ends; it can be stopped and run again, nothing is lost",
             ) from None
         yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import random
 import time
@@ -13,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from glm53_service.artifacts.disk import SPARE_BYTES, free_bytes, holder
+from glm53_service.artifacts.disk import SPARE_BYTES, alone, free_bytes
 from glm53_service.artifacts.hub import Refused
 from glm53_service.artifacts.images.credentials import Login
 from glm53_service.artifacts.images.engine import Daemon, Platform
 from glm53_service.artifacts.images.layers import Layers
 from glm53_service.artifacts.images.reference import Reference, parse_reference
 from glm53_service.artifacts.progress import duration, gigabytes
-from glm53_service.errors import ArtifactError, BusyError, UnavailableError
+from glm53_service.errors import ArtifactError, UnavailableError
 
 TRIES = 8
 """Failures in a row, without a byte in between, until a pull gives up; ASKS: a registry never reached."""
@@ -269,14 +268,5 @@ def held(reference: Reference, locks: Path) -> Iterator[None]:
     """
     path = locks / f"glm53-image-{reference.digest[7:19]}.lock"
     descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BusyError(
-                f"another run pulls {reference.text} here{holder(descriptor)}",
-                hint="wait until it ends; it can be stopped and run again",
-            ) from None
+    with alone(descriptor, f"another run pulls {reference.text} here"):
         yield
-    finally:
-        os.close(descriptor)
